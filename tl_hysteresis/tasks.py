@@ -1,0 +1,383 @@
+"""The ambiguous recall task: prompts, their two answers, and the role of each position.
+
+A batch is a pure function of (task, seed, stream, index): each index has a counter-based generator
+of its own, so nothing about sampling is ever saved, and any batch can be drawn again in any order.
+The query is the last position of a prompt, where the answer is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tl_hysteresis.config import AssociativeRecallConfig
+from tl_hysteresis.errors import HysteresisError
+
+
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Prompts with their two answers, and optionally the role of each position.
+
+    A trial whose two answers differ is a *conflict trial*; one whose answers agree is congruent.
+
+    Attributes:
+        tokens: token ids; the query is the last position.
+        contextual: the token that answers by the prompt.
+        fixed: the token that answers by the weights.
+        roles: index into `role_names` for each position, where roles are known.
+        role_names: names of the roles.
+
+    Raises:
+        HysteresisError: shapes that do not fit, answers or roles that cannot be.
+
+    Example:
+        >>> trials = Trials(torch.tensor([[0, 5, 1, 6, 0]]), torch.tensor([5]), torch.tensor([7]))
+        >>> len(trials), trials.conflict.tolist()
+        (1, [True])
+    """
+
+    tokens: Int[Tensor, "trial pos"]
+    contextual: Int[Tensor, " trial"]
+    fixed: Int[Tensor, " trial"]
+    roles: Int[Tensor, "trial pos"] | None = None
+    role_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2:
+            raise HysteresisError(
+                f"tokens are [trial, pos], of one length; found shape {tuple(self.tokens.shape)}"
+            )
+        for name in ("contextual", "fixed"):
+            answers = getattr(self, name)
+            if answers.shape != self.tokens.shape[:1]:
+                raise HysteresisError(
+                    f"{name} answers have shape {tuple(answers.shape)}; "
+                    f"{len(self.tokens)} trials need ({len(self.tokens)},)"
+                )
+            if len(answers) and int(answers.min()) < 0:
+                raise HysteresisError(f"{name} answers hold {int(answers.min())}, not a token id")
+        if self.roles is not None:
+            if self.roles.shape != self.tokens.shape:
+                raise HysteresisError(
+                    f"roles have shape {tuple(self.roles.shape)}, "
+                    f"tokens {tuple(self.tokens.shape)}: each position has one role"
+                )
+            if self.roles.numel() and not (
+                0 <= int(self.roles.min()) and int(self.roles.max()) < len(self.role_names)
+            ):
+                raise HysteresisError(
+                    f"roles run from {int(self.roles.min())} to {int(self.roles.max())}, "
+                    f"but there are {len(self.role_names)} role_names"
+                )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def conflict(self) -> Bool[Tensor, " trial"]:
+        """True where the two answers differ."""
+        return self.contextual != self.fixed
+
+    def select(self, which: Tensor | slice) -> Self:
+        """The trials that a boolean mask, indices or a slice pick out."""
+        roles = None if self.roles is None else self.roles[which]
+        return replace(
+            self,
+            tokens=self.tokens[which],
+            contextual=self.contextual[which],
+            fixed=self.fixed[which],
+            roles=roles,
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same trials on another device."""
+        roles = None if self.roles is None else self.roles.to(device)
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            contextual=self.contextual.to(device),
+            fixed=self.fixed.to(device),
+            roles=roles,
+        )
+
+    def positions(self, role: str) -> Bool[Tensor, "trial pos"]:
+        """True at the positions that have this role.
+
+        Raises:
+            HysteresisError: trials without roles, or a role that no position has.
+        """
+        if self.roles is None:
+            raise HysteresisError(f"these trials carry no roles, so none is {role!r}")
+        if role not in self.role_names:
+            raise HysteresisError(f"no role {role!r}; there are {', '.join(self.role_names)}")
+        mask = self.roles == self.role_names.index(role)
+        if not bool(mask.any()):
+            raise HysteresisError(f"no position of these trials has the role {role!r}")
+        return mask
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What a task must offer; any object with these members will do.
+
+    A task's prompts all have `n_ctx` tokens, the last of which is the query. `sample` must draw from
+    `rng` alone and must not know the mixture: what the targets follow is decided elsewhere
+    (`labelled_batch`), so the law of the inputs cannot depend on it.
+    """
+
+    @property
+    def d_vocab(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens in a prompt."""
+
+    @property
+    def role_names(self) -> tuple[str, ...]:
+        """Names of the roles that positions can have."""
+
+    @property
+    def corruptions(self) -> tuple[str, ...]:
+        """Names of the ways to corrupt a trial."""
+
+    def sample(self, n: int, *, seed: int, rng: np.random.Generator) -> Trials:
+        """Draw `n` trials under the fixed rule that belongs to `seed`."""
+
+    def corrupt(self, trials: Trials, corruption: str, *, rng: np.random.Generator) -> Trials:
+        """The same trials with other tokens, but the answers and roles of the clean ones."""
+
+
+@dataclass(frozen=True)
+class AssociativeRecall:
+    """Key-value pairs, then a query key: answer with its value in the prompt, or its fixed one.
+
+    A prompt is k v k v ... k v q: `n_pairs` distinct keys with distinct values, uniformly drawn, and
+    one of those keys as the query. Tokens 0 ... n_keys-1 are keys, the next n_values are values.
+    The fixed rule is one permutation of keys to values for each seed. The contextual value is
+    uniform over the values, so the two rules agree by chance in one trial in `n_values`.
+
+    Roles: `query`; `matched_key` and `matched_value`, the queried pair; `other_key`, `other_value`.
+
+    Corruptions: `value` replaces the matched value by one that is neither in the prompt nor the
+    fixed answer; `key` replaces the matched key by a key that is not in the prompt.
+
+    Example:
+        >>> task = AssociativeRecall(n_keys=4, n_values=4, n_pairs=2)
+        >>> trials = draw(task, 3, seed=0, stream="example", index=0)
+        >>> trials.tokens.shape
+        torch.Size([3, 5])
+        >>> bool((trials.tokens[trials.positions("matched_value")] == trials.contextual).all())
+        True
+
+    Source: the task of Zuo (2026); 16 keys, 16 values and 8 pairs are this project's choice.
+    """
+
+    n_keys: int = 16
+    n_values: int = 16
+    n_pairs: int = 8
+
+    role_names = ("query", "matched_key", "matched_value", "other_key", "other_value")
+    corruptions = ("value", "key")
+
+    def __post_init__(self) -> None:
+        AssociativeRecallConfig(n_keys=self.n_keys, n_values=self.n_values, n_pairs=self.n_pairs)
+
+    @property
+    def d_vocab(self) -> int:
+        """Number of token ids: keys and values."""
+        return self.n_keys + self.n_values
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens in a prompt: two for each pair, and the query."""
+        return 2 * self.n_pairs + 1
+
+    def fixed_rule(self, seed: int) -> Int[np.ndarray, " key"]:
+        """The value token that the weights are to learn for each key; a function of the seed."""
+        rng = generator(seed, "fixed rule", 0)
+        return self.n_keys + rng.permutation(self.n_values)[: self.n_keys]
+
+    def sample(self, n: int, *, seed: int, rng: np.random.Generator) -> Trials:
+        """Draw `n` trials under the fixed rule of `seed`; the mixture plays no part."""
+        keys = _shuffled_rows(n, self.n_keys, rng)[:, : self.n_pairs]
+        values = self.n_keys + _shuffled_rows(n, self.n_values, rng)[:, : self.n_pairs]
+        pair = rng.integers(self.n_pairs, size=n)
+        trial = np.arange(n)
+        query = keys[trial, pair]
+
+        tokens = np.empty((n, self.n_ctx), dtype=np.int64)
+        tokens[:, 0:-1:2], tokens[:, 1::2], tokens[:, -1] = keys, values, query
+        roles = np.empty_like(tokens)
+        roles[:, 0:-1:2] = self.role_names.index("other_key")
+        roles[:, 1::2] = self.role_names.index("other_value")
+        roles[trial, 2 * pair] = self.role_names.index("matched_key")
+        roles[trial, 2 * pair + 1] = self.role_names.index("matched_value")
+        roles[:, -1] = self.role_names.index("query")
+        return Trials(
+            tokens=torch.from_numpy(tokens),
+            contextual=torch.from_numpy(values[trial, pair]),
+            fixed=torch.from_numpy(self.fixed_rule(seed)[query]),
+            roles=torch.from_numpy(roles),
+            role_names=self.role_names,
+        )
+
+    def corrupt(self, trials: Trials, corruption: str, *, rng: np.random.Generator) -> Trials:
+        """Replace the matched value, or the matched key, by a token that is not in the prompt.
+
+        Raises:
+            HysteresisError: a corruption that this task does not have.
+        """
+        if corruption not in self.corruptions:
+            raise HysteresisError(
+                f"no corruption {corruption!r}; there are {', '.join(self.corruptions)}"
+            )
+        tokens = trials.tokens.cpu().numpy().copy()
+        trial = np.arange(len(trials))
+        allowed = np.ones((len(trials), self.d_vocab), dtype=bool)
+        allowed[trial[:, None], tokens] = False
+        if corruption == "value":
+            allowed[:, : self.n_keys] = False
+            allowed[trial, trials.fixed.cpu().numpy()] = False
+        else:
+            allowed[:, self.n_keys :] = False
+        # A uniform draw among the allowed tokens of each trial: the largest of random scores.
+        scores = np.where(allowed, rng.random(allowed.shape), -1.0)
+        tokens[trials.positions(f"matched_{corruption}").cpu().numpy()] = scores.argmax(axis=1)
+        return replace(trials, tokens=torch.from_numpy(tokens).to(trials.tokens.device))
+
+
+def _shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarray, "{n} {width}"]:
+    return rng.permuted(np.tile(np.arange(width), (n, 1)), axis=1)
+
+
+def generator(seed: int, stream: str, index: int) -> np.random.Generator:
+    """A random generator that belongs to one index of one stream of one seed.
+
+    The key of a Philox generator is derived from the whole triple by `numpy.random.SeedSequence`, so
+    streams of neighbouring seeds or indices share nothing, which `seed + index` would not give.
+
+    Example:
+        >>> generator(0, "anchor", 7).random() == generator(0, "anchor", 7).random()
+        True
+    """
+    label = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big")
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, label, index))))
+
+
+def draw(task: Task, n: int, *, seed: int, stream: str, index: int) -> Trials:
+    """Trials as a pure function of (task, seed, stream, index).
+
+    Example:
+        >>> task = AssociativeRecall()
+        >>> a, b = (draw(task, 4, seed=0, stream="anchor", index=9) for _ in range(2))
+        >>> torch.equal(a.tokens, b.tokens)
+        True
+    """
+    return task.sample(n, seed=seed, rng=generator(seed, stream, index))
+
+
+def draw_conflict(task: Task, n: int, *, seed: int, stream: str) -> Trials:
+    """Exactly `n` conflict trials: batches of the stream in order, congruent trials left out.
+
+    Raises:
+        HysteresisError: a task whose two rules hardly ever disagree.
+
+    Example:
+        >>> trials = draw_conflict(AssociativeRecall(), 100, seed=0, stream="evaluation")
+        >>> len(trials), bool(trials.conflict.all())
+        (100, True)
+    """
+    kept: list[Trials] = []
+    for index in range(100):
+        trials = draw(task, n, seed=seed, stream=stream, index=index)
+        kept.append(trials.select(trials.conflict))
+        if sum(map(len, kept)) >= n:
+            return concatenate(kept).select(slice(n))
+    raise HysteresisError(
+        f"only {sum(map(len, kept))} of {100 * n} trials of {task} are conflict trials, "
+        f"{n} are needed: the two rules hardly ever disagree"
+    )
+
+
+def concatenate(parts: Sequence[Trials]) -> Trials:
+    """The trials of several sets, one after another.
+
+    Raises:
+        HysteresisError: sets of different length or different roles.
+    """
+    first = parts[0]
+    for part in parts[1:]:
+        if part.tokens.shape[1] != first.tokens.shape[1] or part.role_names != first.role_names:
+            raise HysteresisError(
+                f"trials of {part.tokens.shape[1]} positions with roles {part.role_names} do not "
+                f"follow trials of {first.tokens.shape[1]} positions with roles {first.role_names}"
+            )
+    roles = [part.roles for part in parts if part.roles is not None]
+    return Trials(
+        tokens=torch.cat([part.tokens for part in parts]),
+        contextual=torch.cat([part.contextual for part in parts]),
+        fixed=torch.cat([part.fixed for part in parts]),
+        roles=torch.cat(roles) if roles else None,
+        role_names=first.role_names,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Labelled examples: prompts, the answer each is trained towards, and the rule it follows.
+
+    Attributes:
+        tokens: prompts.
+        targets: the token that each is trained to answer.
+        contextual: True where the target follows the contextual rule, False where the fixed one.
+    """
+
+    tokens: Int[Tensor, "*member trial pos"]
+    targets: Int[Tensor, "*member trial"]
+    contextual: Bool[Tensor, "*member trial"]
+
+    @classmethod
+    def stack(cls, batches: Sequence[Batch]) -> Batch:
+        """One batch a member, as one batch with a leading `member` axis."""
+        return cls(
+            torch.stack([batch.tokens for batch in batches]),
+            torch.stack([batch.targets for batch in batches]),
+            torch.stack([batch.contextual for batch in batches]),
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same examples on another device."""
+        return Batch(self.tokens.to(device), self.targets.to(device), self.contextual.to(device))
+
+
+def labelled_batch(
+    task: Task, n: int, *, seed: int, stream: str, index: int, mixture: float
+) -> Batch:
+    """Training examples at a mixture: each target follows the contextual rule with that probability.
+
+    A trial's coin is one uniform number, drawn apart from its tokens and compared with the mixture:
+    the same index at two mixtures has the same prompts, and only the targets in between differ.
+
+    Example:
+        >>> task, where = AssociativeRecall(), dict(seed=0, stream="anchor", index=0)
+        >>> low, high = (labelled_batch(task, 64, mixture=p, **where) for p in (0.0, 1.0))
+        >>> trials = draw(task, 64, **where)
+        >>> torch.equal(low.targets, trials.fixed), torch.equal(high.targets, trials.contextual)
+        (True, True)
+        >>> torch.equal(low.tokens, high.tokens)
+        True
+    """
+    trials = draw(task, n, seed=seed, stream=stream, index=index)
+    coins = generator(seed, f"{stream}/coins", index).random(n)
+    contextual = torch.from_numpy(coins < mixture)
+    targets = torch.where(contextual, trials.contextual, trials.fixed)
+    return Batch(trials.tokens, targets, contextual)
+

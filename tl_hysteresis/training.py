@@ -1,0 +1,232 @@
+"""The training loop: a population of models in one stack, each with its own optimizer state.
+
+Nothing is shared between members: each has its own examples, moments and step count, and no norm or
+mean is taken across them. A member gets exactly what it would get alone, and one that diverges
+touches no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+from tl_hysteresis.config import AdamWConfig, OptimizerConfig, SGDConfig
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.forward import logits_one_by_one, stacked_logits, unsupported
+from tl_hysteresis.models import ParameterLayout, build_model, stack_parameters
+from tl_hysteresis.schedules import Plan
+from tl_hysteresis.tasks import Batch, Task
+
+OptimizerState = dict[str, Tensor]
+"""`step` is [member]; `first_moment` and `second_moment` (Adam) or `momentum` (SGD) [member param]."""
+
+
+@dataclass(eq=False)
+class Population:
+    """Models trained side by side: their parameters and optimizer states in one stack.
+
+    Attributes:
+        config: TransformerLens's config, common to all members.
+        layout: where each parameter lies in a member's flat vector.
+        parameters: the parameters of each member.
+        optimizer: which optimizer, with its settings.
+        state: the optimizer's state of each member.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import hooked_config
+        >>> config = hooked_config(ModelConfig(), d_vocab=32, n_ctx=17)
+        >>> anchors = Population.build(config, AdamWConfig(), seeds=[0, 1])
+        >>> branches = anchors.fork([0, 0, 1, 1])
+        >>> len(branches), torch.equal(branches.parameters[0], branches.parameters[1])
+        (4, True)
+        >>> branches.model(3)(torch.arange(17)[None]).shape
+        torch.Size([1, 17, 32])
+    """
+
+    config: HookedTransformerConfig
+    layout: ParameterLayout
+    parameters: Float[Tensor, "member param"]
+    optimizer: OptimizerConfig
+    state: OptimizerState
+
+    @classmethod
+    def build(
+        cls, config: HookedTransformerConfig, optimizer: OptimizerConfig, *, seeds: Sequence[int]
+    ) -> Population:
+        """Untrained members, one for each seed, with TransformerLens's initial weights."""
+        return cls.from_models([build_model(config, seed=seed) for seed in seeds], optimizer)
+
+    @classmethod
+    def from_models(
+        cls, models: Sequence[HookedTransformer], optimizer: OptimizerConfig
+    ) -> Population:
+        """Members that start from given models, whose weights are copied.
+
+        Raises:
+            HysteresisError: no models, or models with different parameters.
+        """
+        if not models:
+            raise HysteresisError("a population needs at least one model")
+        layout, parameters = stack_parameters(models)
+        state = initial_state(optimizer, parameters)
+        return cls(models[0].cfg, layout, parameters, optimizer, state)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    @property
+    def is_stacked(self) -> bool:
+        """True if one stacked forward pass runs all members; False if each runs by itself."""
+        return unsupported(self.config) is None
+
+    def fork(self, members: Sequence[int]) -> Population:
+        """Copies of the given members, parameters and optimizer state, in the given order."""
+        index = torch.tensor(list(members), device=self.parameters.device)
+        return Population(
+            self.config,
+            self.layout,
+            self.parameters[index],
+            self.optimizer,
+            {name: value[index] for name, value in self.state.items()},
+        )
+
+    def model(self, member: int) -> HookedTransformer:
+        """A member as a `HookedTransformer` of its own; later training leaves it as it is."""
+        model = build_model(self.config, seed=0)
+        self.layout.write(self.parameters[member], model)
+        return model
+
+    @torch.no_grad()
+    def logits(
+        self, tokens: Int[Tensor, "member trial pos"], *, chunk: int = 512
+    ) -> Float[Tensor, "member trial d_vocab"]:
+        """Logits of each member at the last position of its own prompts, without gradients."""
+        named = self.layout.split(self.parameters)
+        return torch.cat([self._logits(named, part) for part in tokens.split(chunk, dim=1)], dim=1)
+
+    def step(self, batch: Batch) -> Float[Tensor, " member"]:
+        """One update of every member on its own examples; returns each mean loss, in nats."""
+        parameters = self.parameters.detach().requires_grad_()
+        logits = self._logits(self.layout.split(parameters), batch.tokens)
+        losses = F.cross_entropy(
+            logits.flatten(end_dim=1), batch.targets.flatten(), reduction="none"
+        ).view(batch.targets.shape)
+        means = losses.mean(dim=1)
+        # A sum over members: the gradient of each is that of its own mean loss.
+        (gradient,) = torch.autograd.grad(means.sum(), parameters)
+        with torch.no_grad():
+            update_parameters(self.optimizer, self.parameters, gradient, self.state)
+        return means.detach()
+
+    def _logits(
+        self, parameters: Mapping[str, Tensor], tokens: Int[Tensor, "member trial pos"]
+    ) -> Float[Tensor, "member trial d_vocab"]:
+        if self.is_stacked:
+            return stacked_logits(parameters, tokens, self.config)
+        return logits_one_by_one(parameters, tokens, self._template)
+
+    @cached_property
+    def _template(self) -> HookedTransformer:
+        """A model that lends its forward pass; its own weights are never read."""
+        return build_model(self.config, seed=0)
+
+
+def train(
+    population: Population,
+    task: Task,
+    plans: Sequence[Plan],
+    *,
+    seeds: Sequence[int],
+    start: int = 0,
+    after_update: Callable[[int, Float[Tensor, " member"]], None] | None = None,
+) -> None:
+    """Train each member along its own plan, on the examples of its own seed, in place.
+
+    Args:
+        population: what is trained.
+        task: where the examples come from.
+        plans: one for each member, all of one length.
+        seeds: one for each member.
+        start: updates of the plans that are already done.
+        after_update: called with the number of updates done and the loss of each member, in nats.
+
+    Raises:
+        HysteresisError: numbers of plans, seeds and members, or lengths of plans, that differ.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import hooked_config
+        >>> from tl_hysteresis.schedules import constant_plan
+        >>> from tl_hysteresis.tasks import AssociativeRecall
+        >>> task = AssociativeRecall()
+        >>> config = hooked_config(ModelConfig(), d_vocab=task.d_vocab, n_ctx=task.n_ctx)
+        >>> population = Population.build(config, AdamWConfig(batch_size=8), seeds=[0, 1])
+        >>> plan = constant_plan(3, 0.5, stream="anchor")
+        >>> train(population, task, [plan, plan], seeds=[0, 1])
+        >>> population.state["step"].tolist()
+        [3, 3]
+    """
+    if not len(plans) == len(seeds) == len(population):
+        raise HysteresisError(
+            f"{len(population)} members need as many plans ({len(plans)}) and seeds ({len(seeds)})"
+        )
+    if len({len(plan) for plan in plans}) > 1:
+        raise HysteresisError(f"plans of different lengths: {sorted({len(p) for p in plans})}")
+    device, batch_size = population.parameters.device, population.optimizer.batch_size
+    for update in range(start, len(plans[0])):
+        batch = Batch.stack(
+            [
+                plan.batch(update, task=task, seed=seed, batch_size=batch_size)
+                for plan, seed in zip(plans, seeds, strict=True)
+            ]
+        )
+        losses = population.step(batch.to(device))
+        if after_update is not None:
+            after_update(update + 1, losses)
+
+
+def initial_state(
+    optimizer: OptimizerConfig, parameters: Float[Tensor, "member param"]
+) -> OptimizerState:
+    """The optimizer's state before the first update: all zero."""
+    names = ("momentum",) if isinstance(optimizer, SGDConfig) else ("first_moment", "second_moment")
+    state = {name: torch.zeros_like(parameters) for name in names}
+    state["step"] = torch.zeros(len(parameters), dtype=torch.int64, device=parameters.device)
+    return state
+
+
+def update_parameters(
+    optimizer: OptimizerConfig,
+    parameters: Float[Tensor, "member param"],
+    gradient: Float[Tensor, "member param"],
+    state: OptimizerState,
+) -> None:
+    """One step of `torch.optim`'s AdamW, Adam or SGD for each member, in place.
+
+    Members count their steps by themselves, so that states of different age can stand in one stack.
+    """
+    rate, decay = optimizer.learning_rate, optimizer.weight_decay
+    state["step"] += 1
+    if isinstance(optimizer, AdamWConfig):
+        parameters.mul_(1.0 - rate * decay)
+    elif decay:
+        gradient = gradient.add(parameters, alpha=decay)
+    if isinstance(optimizer, SGDConfig):
+        state["momentum"].mul_(optimizer.momentum).add_(gradient)
+        parameters.sub_(state["momentum"], alpha=rate)
+        return
+    first, second, step = state["first_moment"], state["second_moment"], state["step"][:, None]
+    first.lerp_(gradient, 1.0 - optimizer.beta1)
+    second.mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1.0 - optimizer.beta2)
+    first_bias = 1.0 - optimizer.beta1 ** step.double()
+    second_bias = 1.0 - optimizer.beta2 ** step.double()
+    denominator = (second.sqrt() / second_bias.sqrt().to(second.dtype)).add_(optimizer.eps)
+    parameters.sub_((rate / first_bias).to(first.dtype) * first / denominator)
