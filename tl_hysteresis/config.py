@@ -36,7 +36,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Settings(BaseModel):
-    """A frozen table of settings; unknown keys and wrong types are refused with a `HysteresisError`."""
+    """A frozen table of settings; unknown keys and wrong types raise `HysteresisError`."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -203,7 +203,7 @@ class AnchorConfig(Settings):
     """Updates at p0 before the branches part (open)."""
     evaluate_every: Count = 50
     """Updates between two evaluations of the training course."""
-    excess_loss: Positive = 0.05
+    excess_loss: Positive = 0.1
     """Converged: the loss on conflict trials is at most this many nats above the entropy floor."""
     answer_share: Probability = 0.98
     """Converged: at least this share of greedy answers is the contextual or the fixed one."""
@@ -251,6 +251,8 @@ class RelaxationConfig(Settings):
     def check(self) -> None:  # noqa: D102
         if not self.measure_at:
             raise ValueError("measure_at = []: at least one relaxation is to be measured")
+        if self.measure_at[-1] == 0:
+            raise ValueError("measure_at = [0]: the branches are to relax for at least one update")
         if list(self.measure_at) != sorted(set(self.measure_at)):
             raise ValueError(f"measure_at = {list(self.measure_at)} must rise, without repeats")
 
@@ -292,7 +294,7 @@ less than or equal to 0.5
     device: str = "cpu"
     """Where to compute: "cpu", "cuda" or "cuda:N"."""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads; unset means as many as torch takes. Results repeat to the bit at equal threads."""
+    """CPU threads; unset means as many as torch takes. Runs repeat to the bit at equal threads."""
     checkpoint_every: Count = 500
     """Updates between two saved states; a killed run loses at most this many."""
     quick: bool = False
@@ -314,7 +316,9 @@ less than or equal to 0.5
         if not self.seeds:
             raise ValueError("seeds = []: a study needs at least one seed")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds = {list(self.seeds)}: a seed that stands twice is no replicate")
+            raise ValueError(
+                f"seeds = {list(self.seeds)}: a seed that stands twice is no replicate"
+            )
 
     def as_quick(self) -> StudyConfig:
         """The same study in under a minute: two seeds, fewer updates and trials, marked `quick`."""
@@ -396,9 +400,7 @@ less than or equal to 0.5
 
     def to_toml(self) -> str:
         """The settings as TOML text, each with its meaning as a comment, that `from_toml` reads."""
-        tables = [
-            (name, value) for name, value in self if isinstance(value, Settings)
-        ]
+        tables = [(name, value) for name, value in self if isinstance(value, Settings)]
         top = _toml_table(self, skip={name for name, _ in tables})
         parts = [top, *(f"[{name}]\n{_toml_table(value)}" for name, value in tables)]
         return "\n".join(parts)

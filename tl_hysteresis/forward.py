@@ -1,8 +1,8 @@
-"""The forward pass of a stack of models: equal to `HookedTransformer`'s, for the last position only.
+"""The forward pass of a stack of models: `HookedTransformer`'s, at the last position only.
 
 A prompt is answered at its last position, so in the last block only keys and values are computed
-for the others. LayerNorm's weights are folded into the matrix that follows, each step anew, which is
-exact and saves a pass over the activations. Tests hold both against `HookedTransformer`.
+for the others. LayerNorm's weights are folded into the matrix that follows, at each step anew: it
+is exact and saves a pass over the activations. Tests hold both against `HookedTransformer`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def stacked_logits(
         config: the models' common config, for which `unsupported` returns None.
     """
     n_members, n_trials, n_pos = tokens.shape
-    heads, d_head = config.n_heads, config.d_head
     scale = 1.0 / config.attn_scale if config.use_attn_scale else 1.0
     vocabulary = config.d_vocab * torch.arange(n_members, device=tokens.device)
     embedded = F.embedding(
@@ -103,7 +102,7 @@ def stacked_logits(
                         f"{block}ln1",
                     ),
                 ),
-                heads,
+                config.n_heads,
             )
             for letter in "QKV"
         )
@@ -129,9 +128,7 @@ def stacked_logits(
                 parameters[f"{block}mlp.b_out"],
             )
 
-    unembed = _folded(
-        parameters["unembed.W_U"], parameters["unembed.b_U"], parameters, "ln_final"
-    )
+    unembed = _folded(parameters["unembed.W_U"], parameters["unembed.b_U"], parameters, "ln_final")
     return _linear(_normalize(residual, config), *unembed)[:, :, -1]
 
 
@@ -142,7 +139,9 @@ def logits_one_by_one(
     return torch.stack(
         [
             torch.func.functional_call(
-                model, {name: value[member] for name, value in parameters.items()}, (tokens[member],)
+                model,
+                {name: value[member] for name, value in parameters.items()},
+                (tokens[member],),
             )[:, -1]
             for member in range(len(tokens))
         ]

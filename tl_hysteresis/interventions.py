@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 from transformer_lens import HookedTransformer
 from transformer_lens.hook_points import HookPoint
@@ -47,8 +47,8 @@ class Site:
 def head_sites(model: HookedTransformer, layer: int) -> list[Site]:
     """The outputs of a layer's attention heads, one site a head.
 
-    A head's output is read at `hook_z`, before W_O: W_O is linear, so the mean of one is the mean of
-    the other, and no `use_attn_result` is needed.
+    A head's output is read at `hook_z`, before W_O: W_O is linear, so the mean of one is the mean
+    of the other, and no `use_attn_result` is needed.
     """
     return [Site(f"blocks.{layer}.attn.hook_z", head) for head in range(model.cfg.n_heads)]
 
@@ -105,7 +105,7 @@ class MeanReference:
         description: what the means were taken over.
     """
 
-    values: Mapping[Site, Float[Tensor, "..."]]
+    values: Mapping[Site, Tensor]
     description: str
 
 
@@ -157,7 +157,9 @@ def mean_replacement(
     """
     missing = [site for site in sites if site not in reference.values]
     if missing:
-        raise HysteresisError(f"the reference ({reference.description}) has no mean of {missing[0]}")
+        raise HysteresisError(
+            f"the reference ({reference.description}) has no mean of {missing[0]}"
+        )
     return [overwrite(site, reference.values[site], positions=positions) for site in sites]
 
 
@@ -235,7 +237,7 @@ def read_activations(
     absent = names - set(cache.keys())
     if absent:
         raise HysteresisError(f"hooks that never fired: {', '.join(sorted(absent))}")
-    return cache  # type: ignore[no-any-return]
+    return dict(cache.items())
 
 
 def _check_hook_point(model: HookedTransformer, name: str) -> None:

@@ -38,7 +38,7 @@ def hooked_config(
         d_head=settings.d_head or settings.d_model // settings.n_heads,
         d_mlp=None if settings.attn_only else settings.d_mlp,
         attn_only=settings.attn_only,
-        act_fn=None if settings.attn_only else settings.act_fn,
+        act_fn=settings.act_fn,
         normalization_type=(
             None if settings.normalization_type == "none" else settings.normalization_type
         ),
@@ -69,7 +69,7 @@ def build_model(config: HookedTransformerConfig, *, seed: int) -> HookedTransfor
 def _own_generators(seed: int) -> Iterator[None]:
     """Seed torch, numpy and `random` inside, and give them back as they were.
 
-    TransformerLens initialises from the global generators, and a config with a seed reseeds all three.
+    TransformerLens initialises from the global generators; a config with a seed reseeds all three.
     """
     numpy_state, python_state = np.random.get_state(), random.getstate()
     try:
@@ -132,7 +132,9 @@ class ParameterLayout:
             HysteresisError: a model whose parameters have other names or shapes.
         """
         if ParameterLayout.of(model) != self:
-            raise HysteresisError("models of one stack need parameters of the same names and shapes")
+            raise HysteresisError(
+                "models of one stack need parameters of the same names and shapes"
+            )
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     def write(self, flat: Float[Tensor, " param"], model: torch.nn.Module) -> None:

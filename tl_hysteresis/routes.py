@@ -73,7 +73,10 @@ def replacement_margins(
         hooks = mean_replacement(sites, reference, positions=positions)
         margins[name] = _margin(model, trials, hooks, starts)
     return pd.DataFrame(
-        {"component": margins.keys(), "margin": [m.double().mean().item() for m in margins.values()]}
+        {
+            "component": margins.keys(),
+            "margin": [m.double().mean().item() for m in margins.values()],
+        }
     )
 
 
@@ -160,7 +163,7 @@ class RouteComparison:
     topology: float
     """Pearson correlation of the effects over sites: do the same sites matter?"""
     gain: float
-    """Slope through the origin of the first map's effects on the second's: how much more strongly?"""
+    """Slope through the origin of the first map on the second: how much more strongly?"""
     n_sites: int
     """Sites in each map."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 
 from tl_hysteresis.config import ScheduleConfig
 from tl_hysteresis.errors import HysteresisError
@@ -104,9 +105,9 @@ def matched_plans(schedule: ScheduleConfig, *, stream: str = "loop") -> tuple[Pl
     return below, below.reversed()
 
 
-def _triangle(phase: np.ndarray) -> np.ndarray:
+def _triangle(phase: Float[np.ndarray, " update"]) -> Float[np.ndarray, " update"]:
     """The triangle wave through 0, 1, 0, -1, 0 at phases 0, 1/4, 1/2, 3/4, 1."""
-    return np.interp(phase, [0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 0.0, -1.0, 0.0])
+    return np.asarray(np.interp(phase, [0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 1.0, 0.0, -1.0, 0.0]))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class Trials:
         """True where the two answers differ."""
         return self.contextual != self.fixed
 
-    def select(self, which: Tensor | slice) -> Self:
+    def select(self, which: Tensor | slice) -> Trials:
         """The trials that a boolean mask, indices or a slice pick out."""
         roles = None if self.roles is None else self.roles[which]
         return replace(
@@ -96,7 +96,7 @@ class Trials:
             roles=roles,
         )
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> Trials:
         """The same trials on another device."""
         roles = None if self.roles is None else self.roles.to(device)
         return replace(
@@ -127,8 +127,8 @@ class Trials:
 class Task(Protocol):
     """What a task must offer; any object with these members will do.
 
-    A task's prompts all have `n_ctx` tokens, the last of which is the query. `sample` must draw from
-    `rng` alone and must not know the mixture: what the targets follow is decided elsewhere
+    A task's prompts all have `n_ctx` tokens, the last of which is the query. `sample` must draw
+    from `rng` alone and must not know the mixture: what the targets follow is decided elsewhere
     (`labelled_batch`), so the law of the inputs cannot depend on it.
     """
 
@@ -159,10 +159,10 @@ class Task(Protocol):
 class AssociativeRecall:
     """Key-value pairs, then a query key: answer with its value in the prompt, or its fixed one.
 
-    A prompt is k v k v ... k v q: `n_pairs` distinct keys with distinct values, uniformly drawn, and
-    one of those keys as the query. Tokens 0 ... n_keys-1 are keys, the next n_values are values.
-    The fixed rule is one permutation of keys to values for each seed. The contextual value is
-    uniform over the values, so the two rules agree by chance in one trial in `n_values`.
+    A prompt is k v k v ... k v q: `n_pairs` distinct keys with distinct values, uniformly drawn,
+    and one of those keys as the query. Tokens 0 ... n_keys-1 are keys, the next n_values are
+    values. The fixed rule is one permutation of keys to values for each seed. The contextual value
+    is uniform over the values, so the two rules agree by chance in one trial in `n_values`.
 
     Roles: `query`; `matched_key` and `matched_value`, the queried pair; `other_key`, `other_value`.
 
@@ -254,6 +254,16 @@ class AssociativeRecall:
         return replace(trials, tokens=torch.from_numpy(tokens).to(trials.tokens.device))
 
 
+def make_task(settings: AssociativeRecallConfig) -> Task:
+    """The task that the settings describe.
+
+    Example:
+        >>> make_task(AssociativeRecallConfig(n_pairs=4)).n_ctx
+        9
+    """
+    return AssociativeRecall(**settings.model_dump(exclude={"name"}))
+
+
 def _shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarray, "{n} {width}"]:
     return rng.permuted(np.tile(np.arange(width), (n, 1)), axis=1)
 
@@ -261,8 +271,8 @@ def _shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarr
 def generator(seed: int, stream: str, index: int) -> np.random.Generator:
     """A random generator that belongs to one index of one stream of one seed.
 
-    The key of a Philox generator is derived from the whole triple by `numpy.random.SeedSequence`, so
-    streams of neighbouring seeds or indices share nothing, which `seed + index` would not give.
+    The key of a Philox generator is derived from the whole triple by `numpy.random.SeedSequence`,
+    so streams of neighbouring seeds or indices share nothing, which `seed + index` would not give.
 
     Example:
         >>> generator(0, "anchor", 7).random() == generator(0, "anchor", 7).random()
@@ -361,7 +371,7 @@ class Batch:
 def labelled_batch(
     task: Task, n: int, *, seed: int, stream: str, index: int, mixture: float
 ) -> Batch:
-    """Training examples at a mixture: each target follows the contextual rule with that probability.
+    """Training examples: each target follows the contextual rule with probability `mixture`.
 
     A trial's coin is one uniform number, drawn apart from its tokens and compared with the mixture:
     the same index at two mixtures has the same prompts, and only the targets in between differ.
@@ -380,4 +390,3 @@ def labelled_batch(
     contextual = torch.from_numpy(coins < mixture)
     targets = torch.where(contextual, trials.contextual, trials.fixed)
     return Batch(trials.tokens, targets, contextual)
-

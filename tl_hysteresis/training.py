@@ -25,7 +25,7 @@ from tl_hysteresis.schedules import Plan
 from tl_hysteresis.tasks import Batch, Task
 
 OptimizerState = dict[str, Tensor]
-"""`step` is [member]; `first_moment` and `second_moment` (Adam) or `momentum` (SGD) [member param]."""
+"""`step` [member]; `first_moment` and `second_moment`, or `momentum` for SGD, [member param]."""
 
 
 @dataclass(eq=False)

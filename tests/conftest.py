@@ -1,0 +1,28 @@
+"""Shapes and types are checked while the tests run; users do not pay for it."""
+
+import os
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+from jaxtyping import install_import_hook
+
+# The tensor modules; `config.py` is checked by pydantic itself.
+install_import_hook(
+    [
+        f"tl_hysteresis.{module}"
+        for module in (
+            "tasks",
+            "schedules",
+            "models",
+            "forward",
+            "training",
+            "measures",
+            "interventions",
+            "routes",
+            "statistics",
+            "results",
+            "study",
+        )
+    ],
+    "beartype.beartype",
+)

@@ -1,0 +1,179 @@
+"""The command line: compose, print, exit code. Nothing is computed here.
+
+Heavy modules are imported inside the commands, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tl_hysteresis.errors import HysteresisError
+
+if TYPE_CHECKING:
+    from tl_hysteresis.config import StudyConfig
+    from tl_hysteresis.results import StudyResult
+
+app = typer.Typer(
+    name="tl-hysteresis",
+    help="Does the path by which training reached a data mixture leave a trace in the model?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Out = Annotated[Path | None, typer.Option("--out", help="New folder for the run.")]
+Seeds = Annotated[
+    list[int] | None,
+    typer.Option("--seeds", help="A seed; repeat it for more (--seeds 0 --seeds 1)."),
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N.")]
+Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A reduced run in under a minute, marked as such.")
+]
+Folder = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+@app.command()
+def reproduce(
+    out: Out = None,
+    seeds: Seeds = None,
+    device: Device = None,
+    threads: Threads = None,
+    quick: Quick = False,
+) -> None:
+    """Run the study with its defaults, and set its numbers beside the paper's.
+
+    Called again, it continues the same run, or shows it if it is complete.
+    """
+    from tl_hysteresis.config import StudyConfig
+    from tl_hysteresis.store import RunFolder
+    from tl_hysteresis.study import resume_study, run_study
+
+    config = _with_flags(StudyConfig(), seeds, device, threads, quick)
+    folder = out or Path("runs", "reproduce-quick" if quick else "reproduce")
+    begun = (folder / "manifest.json").exists() and RunFolder.open(folder).config == config
+    with _resumable(folder):
+        if begun:
+            typer.echo(f"continuing {folder}")
+            result = resume_study(folder, progress=True)
+        else:
+            result = run_study(config, folder, progress=True)
+    _print_study(result)
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="Settings in TOML, as `init` writes them.")],
+    out: Out = None,
+    seeds: Seeds = None,
+    device: Device = None,
+    threads: Threads = None,
+    quick: Quick = False,
+) -> None:
+    """Run a study with the settings of a TOML file into a new folder."""
+    from tl_hysteresis.config import StudyConfig
+    from tl_hysteresis.study import run_study
+
+    settings = _with_flags(StudyConfig.from_toml(config), seeds, device, threads, quick)
+    folder = out or Path("runs", config.stem)
+    with _resumable(folder):
+        result = run_study(settings, folder, progress=True)
+    _print_study(result)
+
+
+@app.command()
+def resume(
+    folder: Folder,
+    accept_unconverged: Annotated[
+        bool, typer.Option(help="Go on although an anchor has not converged.")
+    ] = False,
+) -> None:
+    """Continue a run that was cut short; it ends as it would have."""
+    from tl_hysteresis.study import resume_study
+
+    with _resumable(folder):
+        result = resume_study(folder, accept_unconverged=accept_unconverged, progress=True)
+    _print_study(result)
+
+
+@app.command()
+def show(folder: Folder) -> None:
+    """Print the results of a run."""
+    from tl_hysteresis.results import load_study
+
+    _print_study(load_study(folder))
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("study.toml"),
+) -> None:
+    """Write a config with every setting at its default, each with its meaning."""
+    from tl_hysteresis.config import StudyConfig
+    from tl_hysteresis.store import write_file
+
+    if path.exists():
+        raise HysteresisError(f"{path} exists: choose another name")
+    write_file(path, StudyConfig().to_toml())
+    typer.echo(f"wrote {path}; run it with: tl-hysteresis run {path}")
+
+
+def main() -> None:
+    """Entry point: errors of this package print as one line and exit with code 2."""
+    try:
+        app()
+    except HysteresisError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+def _with_flags(
+    config: StudyConfig,
+    seeds: list[int] | None,
+    device: str | None,
+    threads: int | None,
+    quick: bool,
+) -> StudyConfig:
+    """The settings with the flags that were given in the place of the file's."""
+    given: dict[str, Any] = {"seeds": seeds, "device": device, "threads": threads}
+    given = {name: value for name, value in given.items() if value is not None}
+    config = type(config).from_dict(config.model_dump() | given)
+    return config.as_quick() if quick else config
+
+
+@contextmanager
+def _resumable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped; go on with: tl-hysteresis resume {folder}", err=True)
+        raise typer.Exit(130) from None
+
+
+def _print_study(result: StudyResult) -> None:
+    """The warnings first, then each table with what it says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=False)
+    for title, frame in result.summary().items():
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in frame.columns:
+            table.add_column(column, justify="left" if frame[column].dtype == object else "right")
+        for row in frame.astype(object).itertuples(index=False):
+            table.add_row(*map(_cell, row))
+        console.print(table)
+    for warning in result.warnings():
+        console.print(f"warning: {warning}", style="bold red", highlight=False)
+    console.print(f"tables and checkpoints: {result.folder.path}", highlight=False)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
