@@ -51,4 +51,5 @@ from .tasks import labelled_batch as labelled_batch
 from .training import Population as Population
 from .training import train as train
 
+__all__: list[str]
 __version__: str

@@ -79,9 +79,10 @@ def run(
 ) -> None:
     """Run a study with the settings of a TOML file into a new folder."""
     from tl_hysteresis.config import StudyConfig
-    from tl_hysteresis.study import run_study
 
     settings = _with_flags(StudyConfig.from_toml(config), seeds, device, threads, quick)
+    from tl_hysteresis.study import run_study  # seconds, which a bad setting need not wait for
+
     folder = out or Path("runs", config.stem)
     with _resumable(folder):
         result = run_study(settings, folder, progress=True)
@@ -153,7 +154,9 @@ def _resumable(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"\nstopped; go on with: tl-hysteresis resume {folder}", err=True)
+        begun = (folder / "manifest.json").exists()
+        hint = f"; go on with: tl-hysteresis resume {folder}" if begun else " before the run began"
+        typer.echo(f"\nstopped{hint}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -29,6 +29,7 @@ from tl_hysteresis.errors import HysteresisError
 Count = Annotated[int, Field(ge=1)]
 # `strict=False` lets a list stand for a tuple, as in TOML and JSON; the items stay strict.
 Naturals = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch and TOML can hold
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
@@ -145,6 +146,11 @@ class ModelConfig(Settings):
             raise ValueError(
                 f"n_heads = {self.n_heads} does not divide d_model = {self.d_model}: "
                 "set d_head explicitly"
+            )
+        d_head = self.d_head or self.d_model // self.n_heads
+        if self.positional_embedding_type == "rotary" and d_head % 2:
+            raise ValueError(
+                f"d_head = {d_head} is odd: the rotary embedding turns pairs of its dimensions"
             )
 
 
@@ -289,11 +295,11 @@ class StudyConfig(Settings):
 less than or equal to 0.5
     """
 
-    seeds: Naturals = (0, 1, 2, 3, 4)
+    seeds: Annotated[tuple[Seed, ...], Field(strict=False)] = (0, 1, 2, 3, 4)
     """Independent anchors: each seed has its own initial weights, fixed rule and examples."""
-    device: str = "cpu"
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Where to compute: "cpu", "cuda" or "cuda:N"."""
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads; unset means as many as torch takes. Runs repeat to the bit at equal threads."""
     checkpoint_every: Count = 500
     """Updates between two saved states; a killed run loses at most this many."""

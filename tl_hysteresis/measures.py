@@ -119,7 +119,7 @@ def entropy_floor(mixture: float) -> float:
     """
     if not 0.0 <= mixture <= 1.0:
         raise HysteresisError(f"a mixture is a probability, in [0, 1]; found {mixture}")
-    return sum(p * math.log(1.0 / p) for p in (mixture, 1.0 - mixture) if p > 0.0)
+    return sum(-p * math.log(p) for p in (mixture, 1.0 - mixture) if p > 0.0)
 
 
 def _check(logits: Float[Tensor, "trial d_vocab"], trials: Trials) -> None:

@@ -92,10 +92,8 @@ class StudyResult:
         """
         gaps = _gap(self.table("replacement"), ["seed", "relaxation", "component"])
         rows = []
-        for at in self.config.relaxation.measure_at:
-            wide = gaps[gaps["relaxation"] == at].pivot(
-                index="seed", columns="component", values="gap"
-            )
+        for at, part in gaps.groupby("relaxation", sort=False):
+            wide = part.pivot(index="seed", columns="component", values="gap")
             intact = wide[INTACT]
             for component in [name for name in gaps["component"].unique() if name != INTACT]:
                 left = mean_or_value(wide[component])
@@ -276,7 +274,7 @@ def _gap_row(result: StudyResult, at: int, claim: int, stated: float) -> Row:
     paper, rule = {
         1: (f"{stated:+.4f}, positive in 5 of 5, p = 0.0625", "95 % interval above zero"),
         -1: ("slightly reversed", "95 % interval below zero"),
-        0: ("near zero", "95 % interval holds zero and is narrower than the gap at 0 is from zero"),
+        0: ("near zero", "95 % interval holds zero and stays nearer to it than the gap at 0"),
     }[claim]
     if math.isnan(interval.low):
         agrees = "undecided"
@@ -293,7 +291,8 @@ def _gap_row(result: StudyResult, at: int, claim: int, stated: float) -> Row:
 def _share_row(result: StudyResult, stated: float) -> Row:
     table = result.replacement()
     row = table[(table["relaxation"] == 0) & (table["component"] == "all heads")].iloc[0]
-    interval = Interval(row.share, row.share_low, row.share_high, 0.95, "Fieller", result.n_seeds)
+    share, low, high = row[["share", "share_low", "share_high"]].astype(float).tolist()
+    interval = Interval(share, low, high, 0.95, "Fieller", result.n_seeds)
     if 0.0 in interval or math.isnan(interval.low):
         agrees = "undecided"
     else:
@@ -301,7 +300,7 @@ def _share_row(result: StudyResult, stated: float) -> Row:
     return (
         "share of the gap at 0 removed by mean replacement of all heads at the query",
         f"{stated:.1%}",
-        f"{row.share:.1%} [{row.share_low:.1%}, {row.share_high:.1%}]; "
+        f"{share:.1%} [{low:.1%}, {high:.1%}]; "
         f"gap left {row.gap:+.4f} [{row.gap_low:+.4f}, {row.gap_high:+.4f}]",
         agrees,
         "95 % interval holds the paper's share, and not zero",
@@ -331,7 +330,9 @@ def _routes_row(result: StudyResult, at: int, stated: float) -> Row:
         if len(rows) > 1:
             interval = correlation_interval(rows["topology"])
             sides.append((interval.low > stated) - (interval.high < stated))
-            parts.append(f"{corruption}: {interval.estimate:.5f} [{interval.low:.5f}, 1]")
+            parts.append(
+                f"{corruption}: {interval.estimate:.5f} [{interval.low:.5f}, {interval.high:.5f}]"
+            )
         else:
             sides.append(0)
             parts.append(f"{corruption}: {rows['topology'].item():.5f}")
@@ -359,7 +360,7 @@ def _ratio(numerator: pd.Series, denominator: pd.Series) -> Interval:
     return ratio_interval(numerator, denominator)
 
 
-def _summary(gaps: pd.Series) -> dict[str, float]:
+def _summary(gaps: pd.Series) -> dict[str, float | int]:
     """Mean, intervals and the exact test of a gap over seeds."""
     t, signs = mean_or_value(gaps), sign_flip_test(gaps)
     bootstrap = mean_interval(gaps, method="bootstrap") if len(gaps) > 1 else t

@@ -52,7 +52,7 @@ class Plan:
         for update, mixture in enumerate(self.mixtures):
             if not 0.0 <= mixture <= 1.0:
                 raise HysteresisError(
-                    f"the mixture at update {update} is {mixture:g}: a probability lies in [0, 1]"
+                    f"the mixture at update {update} is {mixture}: a probability lies in [0, 1]"
                 )
 
     def __len__(self) -> int:

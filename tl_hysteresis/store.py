@@ -8,7 +8,8 @@ A run folder holds
 - ``progress.safetensors``, the training state of the stage that is under way, while there is one;
 - ``timings.json``, seconds for each stage. It is the only file that differs between two equal runs.
 
-A file counts once the manifest names it. A run killed before that writes the file again.
+A file counts once the manifest names it. A run killed before that writes the file again. Killed
+before there is a manifest, it has not begun: it is started again, in the same folder.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ CONFIG, MANIFEST, PROGRESS, TIMINGS = (
     "progress.safetensors",
     "timings.json",
 )
+MANIFEST_ENTRIES = {
+    "config_hash": str,
+    "versions": dict,
+    "threads": int,
+    "complete": bool,
+    "files": dict,
+}
 PACKAGES = ("tl-hysteresis", "torch", "transformer-lens", "numpy", "pandas", "scipy")
 
 
@@ -80,7 +88,7 @@ class RunFolder:
                 f"{path} holds a run already: continue it with `tl-hysteresis resume {path}`, "
                 "or choose another folder"
             )
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        if path.exists() and not (path.is_dir() and _not_begun(path, config)):
             raise HysteresisError(f"{path} exists and is not an empty folder: choose another one")
         run = cls(
             path,
@@ -122,6 +130,11 @@ class RunFolder:
                 f"{path} is a run folder of format {manifest.get('format')}; "
                 f"this version reads format {FORMAT}"
             )
+        for name, kind in MANIFEST_ENTRIES.items():
+            if not isinstance(manifest.get(name), kind):
+                raise HysteresisError(
+                    f"{path / MANIFEST} is damaged: {name} = {manifest.get(name)!r}"
+                )
         try:
             config = StudyConfig.from_json(_read(path / CONFIG).decode())
         except (HysteresisError, UnicodeDecodeError) as error:
@@ -249,9 +262,13 @@ class RunFolder:
             self._verified(name)
 
     def _finish(self, name: str, data: bytes) -> None:
+        digest, finished = _sha256(data), self.manifest["files"]
+        if finished.get(name, digest) != digest:
+            # Between writing a file anew and its manifest, a kill would leave one that seems damaged.
+            del finished[name]
+            self._write_manifest()
         _write(self.path / name, data)
-        self.manifest["files"][name] = _sha256(data)
-        self.manifest["files"] = dict(sorted(self.manifest["files"].items()))
+        self.manifest["files"] = dict(sorted({**finished, name: digest}.items()))
         self._write_manifest()
 
     def _verified(self, name: str) -> bytes:
@@ -294,18 +311,31 @@ def write_file(path: Path | str, text: str) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     """Write to a temporary name, flush to the disk, and rename: whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_on_failure(temporary), temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _removed_on_failure(temporary):
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except OSError as error:
         raise HysteresisError(
             f"cannot write {path}: {error.strerror}; files written before are untouched"
         ) from None
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _not_begun(path: Path, config: StudyConfig) -> bool:
+    """True for an empty folder, and for one where this run was killed before it had a manifest."""
+    left = {path / CONFIG, _temporary(path / CONFIG), _temporary(path / MANIFEST)}
+    if not left.issuperset(path.iterdir()):
+        return False
+    return not (path / CONFIG).exists() or _read(path / CONFIG) == config.to_json().encode()
 
 
 @contextmanager

@@ -252,7 +252,7 @@ class Study:
             elif done % self.config.checkpoint_every == 0:
                 progress = {
                     "done": torch.tensor(done),
-                    "observations": torch.stack(observations),
+                    "observations": torch.stack(observations) if observations else torch.empty(0),
                 }
                 self.run.write_progress(stage, _tensors(population) | progress)
             bar.update()
@@ -337,8 +337,11 @@ class Study:
                 desc=stage, total=total, initial=initial, disable=not self.progress, unit="upd"
             ) as bar:
                 yield bar
-        finally:
+        except KeyboardInterrupt:
             self.run.add_seconds(stage, time.perf_counter() - begun)
+            raise
+        # Not after an error: on a full disk this would fail too, and hide which file did first.
+        self.run.add_seconds(stage, time.perf_counter() - begun)
 
     def _refuse_divergence(
         self, losses: Float[Tensor, " member"], stage: str, done: int, seeds: Sequence[int]

@@ -61,8 +61,10 @@ class Trials:
                     f"{name} answers have shape {tuple(answers.shape)}; "
                     f"{len(self.tokens)} trials need ({len(self.tokens)},)"
                 )
-            if len(answers) and int(answers.min()) < 0:
-                raise HysteresisError(f"{name} answers hold {int(answers.min())}, not a token id")
+        for name in ("tokens", "contextual", "fixed"):
+            ids = getattr(self, name)
+            if ids.numel() and int(ids.min()) < 0:
+                raise HysteresisError(f"{name}: {int(ids.min())} is not a token id")
         if self.roles is not None:
             if self.roles.shape != self.tokens.shape:
                 raise HysteresisError(
@@ -325,11 +327,8 @@ def concatenate(parts: Sequence[Trials]) -> Trials:
     """
     first = parts[0]
     for part in parts[1:]:
-        if part.tokens.shape[1] != first.tokens.shape[1] or part.role_names != first.role_names:
-            raise HysteresisError(
-                f"trials of {part.tokens.shape[1]} positions with roles {part.role_names} do not "
-                f"follow trials of {first.tokens.shape[1]} positions with roles {first.role_names}"
-            )
+        if _kind(part) != _kind(first):
+            raise HysteresisError(f"{_kind(part)} do not follow {_kind(first)}")
     roles = [part.roles for part in parts if part.roles is not None]
     return Trials(
         tokens=torch.cat([part.tokens for part in parts]),
@@ -338,6 +337,11 @@ def concatenate(parts: Sequence[Trials]) -> Trials:
         roles=torch.cat(roles) if roles else None,
         role_names=first.role_names,
     )
+
+
+def _kind(trials: Trials) -> str:
+    roles = "without roles" if trials.roles is None else f"with roles {trials.role_names}"
+    return f"trials of {trials.tokens.shape[1]} positions {roles}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
@@ -86,6 +86,11 @@ class Population:
     def is_stacked(self) -> bool:
         """True if one stacked forward pass runs all members; False if each runs by itself."""
         return unsupported(self.config) is None
+
+    @property
+    def finite(self) -> Bool[Tensor, " member"]:
+        """False for a member that has diverged: a parameter of it is not a finite number."""
+        return torch.isfinite(self.parameters).all(dim=1)
 
     def fork(self, members: Sequence[int]) -> Population:
         """Copies of the given members, parameters and optimizer state, in the given order."""

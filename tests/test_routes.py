@@ -1,0 +1,162 @@
+"""Route maps equal TransformerLens's own patching; comparisons equal scipy's and hand-made ones."""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+from transformer_lens import HookedTransformer, patching
+
+from tl_hysteresis.config import ModelConfig
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.measures import logit_margin
+from tl_hysteresis.models import build_model, hooked_config
+from tl_hysteresis.routes import compare_routes, components, replacement_margins, route_map
+from tl_hysteresis.tasks import AssociativeRecall, Trials, draw_conflict, generator
+
+TASK = AssociativeRecall(n_keys=6, n_values=8, n_pairs=3)
+CLEAN = draw_conflict(TASK, 10, seed=0, stream="test")
+MODELS = {
+    "default": ModelConfig(d_model=16, d_mlp=8, n_heads=2),
+    "one layer": ModelConfig(d_model=16, d_mlp=8, n_heads=2, n_layers=1),
+    "four layers": ModelConfig(d_model=16, d_mlp=8, n_heads=2, n_layers=4),
+    "rotary": ModelConfig(d_model=16, d_mlp=8, n_heads=2, positional_embedding_type="rotary"),
+    "shortformer": ModelConfig(
+        d_model=16, d_mlp=8, n_heads=2, positional_embedding_type="shortformer"
+    ),
+}
+
+
+def a_model(name: str = "default") -> HookedTransformer:
+    config = hooked_config(MODELS[name], d_vocab=TASK.d_vocab, n_ctx=TASK.n_ctx)
+    return build_model(config, seed=1)
+
+
+def corrupt(corruption: str = "value") -> Trials:
+    return TASK.corrupt(CLEAN, corruption, rng=generator(0, "corruption", 0))
+
+
+def position_roles(trials: Trials) -> Trials:
+    """The same trials with one role a position, so that TransformerLens's maps are comparable."""
+    n_pos = trials.tokens.shape[1]
+    roles = torch.arange(n_pos).expand_as(trials.tokens).clone()
+    names = tuple(f"position {p}" for p in range(n_pos))
+    return Trials(trials.tokens, trials.contextual, trials.fixed, roles, names)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("corruption", TASK.corruptions)
+def test_route_maps_are_transformer_lens_s_own(name: str, corruption: str) -> None:
+    model, corrupted = a_model(name), corrupt(corruption)
+    found = route_map(model, position_roles(CLEAN), corrupted)
+
+    def metric(logits: Tensor) -> Tensor:
+        return logit_margin(logits, CLEAN).mean()
+
+    _, clean_cache = model.run_with_cache(CLEAN.tokens)
+    baseline = metric(model(corrupted.tokens)).item()
+    for point, function in (
+        ("resid_pre", patching.get_act_patch_resid_pre),
+        (
+            "resid_post",
+            partial(
+                patching.generic_activation_patch,
+                patch_setter=patching.layer_pos_patch_setter,
+                activation_name="resid_post",
+                index_axis_names=("layer", "pos"),
+            ),
+        ),
+        ("resid_mid", patching.get_act_patch_resid_mid),
+    ):
+        with torch.no_grad():
+            theirs = function(model, corrupted.tokens, clean_cache, patching_metric=metric)
+        ours = found.table[found.table["point"] == point]["effect"].to_numpy()
+        expected = theirs.double().numpy().ravel() - baseline
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+def test_shares_and_baselines() -> None:
+    model, corrupted = a_model(), corrupt()
+    found = route_map(model, CLEAN, corrupted)
+    clean = logit_margin(model(CLEAN.tokens), CLEAN).mean().item()
+    bad = logit_margin(model(corrupted.tokens), CLEAN).mean().item()
+    assert found.clean == pytest.approx(clean, abs=1e-6)
+    assert found.corrupted == pytest.approx(bad, abs=1e-6)
+    np.testing.assert_allclose(found.table["share"], found.table["effect"] / (clean - bad), 1e-4)
+    by_site = found.table.set_index(["layer", "point", "role"])["share"]
+    # The corruption changes the matched value alone, and the answer is read at the query alone.
+    assert by_site[0, "resid_pre", "matched_value"] == pytest.approx(1.0, abs=1e-4)
+    assert by_site[1, "resid_post", "query"] == pytest.approx(1.0, abs=1e-4)
+    for role in ("query", "matched_key", "other_key", "other_value"):
+        assert by_site[0, "resid_pre", role] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_points_and_roles_can_be_chosen() -> None:
+    table = route_map(a_model(), CLEAN, corrupt(), points=["resid_mid"], roles=["query"]).table
+    assert table[["layer", "point", "role"]].to_numpy().tolist() == [
+        [0, "resid_mid", "query"],
+        [1, "resid_mid", "query"],
+    ]
+
+
+def test_refusals() -> None:
+    model = a_model()
+    with pytest.raises(HysteresisError, match="effects have no scale"):
+        route_map(model, CLEAN, CLEAN)
+    with pytest.raises(HysteresisError, match="must match trial by trial"):
+        route_map(model, CLEAN, corrupt().select(slice(5)))
+    with pytest.raises(HysteresisError, match="no role 'verb'"):
+        route_map(model, CLEAN, corrupt(), roles=["verb"])
+    with pytest.raises(HysteresisError, match="no hook point 'blocks.0.hook_resid_end'"):
+        route_map(model, CLEAN, corrupt(), points=["resid_end"])
+
+
+def test_replacement_margins_are_those_of_a_whole_run() -> None:
+    """The prefix that is not run again must not matter."""
+    model = a_model()
+    table = replacement_margins(model, CLEAN).set_index("component")["margin"]
+    assert list(table.index) == ["intact", *components(model)]
+    assert table["intact"] == pytest.approx(
+        logit_margin(model(CLEAN.tokens), CLEAN).mean().item(), abs=1e-5
+    )
+    _, cache = model.run_with_cache(CLEAN.tokens)
+    for layer, head in ((0, 1), (1, 0)):
+        name = f"blocks.{layer}.attn.hook_z"
+
+        def by_hand(z: Tensor, hook: object, name: str = name, head: int = head) -> Tensor:
+            z = z.clone()
+            z[:, -1, head] = cache[name][:, -1, head].mean(dim=0)
+            return z
+
+        logits = model.run_with_hooks(CLEAN.tokens, fwd_hooks=[(name, by_hand)])
+        margin = logit_margin(logits, CLEAN).mean().item()
+        assert table[f"L{layer}H{head}"] == pytest.approx(margin, abs=1e-5)
+
+
+def a_map(effects: list[float]) -> pd.DataFrame:
+    sites = {"layer": range(len(effects)), "point": "resid_pre", "role": "query"}
+    return pd.DataFrame({**sites, "effect": effects})
+
+
+def test_topology_is_scipys_correlation_and_gain_the_least_squares_slope() -> None:
+    rng = generator(0, "maps", 0)
+    first, second = (list(rng.normal(size=20)) for _ in range(2))
+    found = compare_routes(a_map(first), a_map(second))
+    assert found.topology == pytest.approx(scipy.stats.pearsonr(first, second).statistic)
+    slope = np.linalg.lstsq(np.array(second)[:, None], np.array(first), rcond=None)[0][0]
+    assert found.gain == pytest.approx(slope)
+    shuffled = a_map(first).sample(frac=1.0, random_state=0)
+    assert compare_routes(shuffled, a_map(second)).gain == pytest.approx(slope)
+
+
+def test_maps_that_cannot_be_compared_are_refused() -> None:
+    good = a_map([0.0, 1.0, 2.0, 3.0])
+    with pytest.raises(HysteresisError, match="second route map is constant"):
+        compare_routes(good, a_map([1.0] * 4))
+    with pytest.raises(HysteresisError, match="4 and 3 sites have 3 in common"):
+        compare_routes(good, a_map([0.0, 1.0, 2.0]))
+    with pytest.raises(HysteresisError, match="over 2 sites"):
+        compare_routes(a_map([0.0, 1.0]), a_map([1.0, 0.0]))
