@@ -21,6 +21,8 @@ install_import_hook(
             "routes",
             "statistics",
             "results",
+            "convergence",
+            "stages",
             "study",
         )
     ],

@@ -24,9 +24,11 @@ MAY_IMPORT = {
     "routes": {"errors", "interventions", "measures", "tasks"},
     "store": {"config", "errors"},
     "results": {"config", "errors", "models", "routes", "statistics", "store", "tasks"},
+    "convergence": {"config"},
+    "stages": {"errors", "measures", "results", "schedules", "store", "tasks", "training"},
     "study": {
-        *("config", "errors", "measures", "models", "results", "routes", "schedules"),
-        *("store", "tasks", "training"),
+        *("config", "convergence", "errors", "models", "results", "routes", "schedules"),
+        *("stages", "store", "tasks", "training"),
     },
     "cli": {"config", "errors", "results", "store", "study"},
     "__init__": set(),

@@ -202,12 +202,7 @@ def test_another_device_gives_the_cpus_results() -> None:
     plan = constant_plan(20, 0.5, stream="test")
     results = []
     for device in ("cpu", "cuda"):
-        settings = ModelConfig(d_model=32, d_mlp=16, n_heads=2)
-        config = hooked_config(settings, d_vocab=TASK.d_vocab, n_ctx=TASK.n_ctx, device=device)
-        population = Population.build(config, AdamWConfig(batch_size=16), seeds=[0])
-        # The initial weights are drawn on the device; start both from the CPU's.
-        cpu = build_model(SMALL, seed=0)
-        population.parameters[0] = ParameterLayout.of(cpu).read(cpu).to(device)
+        population = Population.build(SMALL, AdamWConfig(batch_size=16), seeds=[0]).to(device)
         train(population, TASK, [plan], seeds=[0])
         results.append(population.parameters.cpu())
     torch.testing.assert_close(results[0], results[1], atol=1e-3, rtol=0.0)

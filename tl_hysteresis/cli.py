@@ -6,7 +6,7 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,11 +105,20 @@ def resume(
 
 
 @app.command()
-def show(folder: Folder) -> None:
+def show(
+    folder: Folder,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the comparison with the paper as Markdown.")
+    ] = False,
+) -> None:
     """Print the results of a run."""
     from tl_hysteresis.results import load_study
 
-    _print_study(load_study(folder))
+    result = load_study(folder)
+    if markdown:
+        _print_markdown(result)
+    else:
+        _print_study(result)
 
 
 @app.command()
@@ -162,6 +171,7 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 def _print_study(result: StudyResult) -> None:
     """The warnings first, then each table with what it says."""
+    from pandas.api.types import is_numeric_dtype
     from rich.console import Console
     from rich.table import Table
 
@@ -169,13 +179,28 @@ def _print_study(result: StudyResult) -> None:
     for title, frame in result.summary().items():
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in frame.columns:
-            table.add_column(column, justify="left" if frame[column].dtype == object else "right")
+            numeric = is_numeric_dtype(frame[column])
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in frame.astype(object).itertuples(index=False):
             table.add_row(*map(_cell, row))
         console.print(table)
     for warning in result.warnings():
         console.print(f"warning: {warning}", style="bold red", highlight=False)
     console.print(f"tables and checkpoints: {result.folder.path}", highlight=False)
+
+
+def _print_markdown(result: StudyResult) -> None:
+    """The comparison with the paper as a table to paste, and its warnings."""
+    table = result.paper()
+    rows: list[Iterable[Any]] = [
+        table.columns,
+        ["---"] * len(table.columns),
+        *table.itertuples(index=False),
+    ]
+    for row in rows:
+        typer.echo(f"| {' | '.join(map(str, row))} |")
+    for warning in result.warnings():
+        typer.echo(f"\nWarning: {warning}.")
 
 
 def _cell(value: Any) -> str:

@@ -160,7 +160,7 @@ class _OptimizerSettings(Settings):
     learning_rate: Positive = 1e-3
     """Step size (open)."""
     weight_decay: NonNegative = 0.0
-    """Weight decay, on every parameter: decoupled in adamw, an L2 term in adam and sgd (open)."""
+    """Weight decay on every parameter, as an L2 term of the loss."""
     batch_size: Count = 128
     """Trials in an update (open)."""
 
@@ -179,6 +179,8 @@ class AdamWConfig(_AdamSettings):
 
     name: Literal["adamw"] = "adamw"
     """Which optimizer."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay on every parameter, decoupled from the gradient (open)."""
 
 
 class AdamConfig(_AdamSettings):
@@ -218,6 +220,13 @@ class AnchorConfig(Settings):
     course and the fifth before it."""
     require_convergence: bool = True
     """Stop the study when an anchor has not converged."""
+
+    def check(self) -> None:  # noqa: D102
+        if self.updates % self.evaluate_every:
+            raise ValueError(
+                f"evaluate_every = {self.evaluate_every} does not divide updates = {self.updates}: "
+                "the last evaluation, which judges convergence, belongs at the end"
+            )
 
 
 class ScheduleConfig(Settings):
@@ -321,6 +330,11 @@ less than or equal to 0.5
     def check(self) -> None:  # noqa: D102
         if not self.seeds:
             raise ValueError("seeds = []: a study needs at least one seed")
+        if len(self.seeds) > 30:
+            raise ValueError(
+                f"{len(self.seeds)} seeds: the exact sign-flip test counts all 2^n signs, "
+                "at most 30 seeds"
+            )
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(
                 f"seeds = {list(self.seeds)}: a seed that stands twice is no replicate"
@@ -328,12 +342,14 @@ less than or equal to 0.5
 
     def as_quick(self) -> StudyConfig:
         """The same study in under a minute: two seeds, fewer updates and trials, marked `quick`."""
+        every = self.anchor.evaluate_every
+        updates = min(self.anchor.updates, max(1600 // every, 1) * every)
         return self.model_copy(
             update={
                 "quick": True,
                 "seeds": self.seeds[:2],
                 "anchor": self.anchor.model_copy(
-                    update={"updates": min(1600, self.anchor.updates), "require_convergence": False}
+                    update={"updates": updates, "require_convergence": False}
                 ),
                 "measurement": MeasurementConfig(
                     conflict_trials=min(512, self.measurement.conflict_trials),

@@ -22,10 +22,10 @@ from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 
 
-def hooked_config(
-    settings: ModelConfig, *, d_vocab: int, n_ctx: int, device: str = "cpu"
-) -> HookedTransformerConfig:
+def hooked_config(settings: ModelConfig, *, d_vocab: int, n_ctx: int) -> HookedTransformerConfig:
     """TransformerLens's own config of the model that the settings describe.
+
+    Models are built on the CPU, so that initial weights are the same everywhere, and moved later.
 
     Example:
         >>> hooked_config(ModelConfig(), d_vocab=32, n_ctx=17).d_head
@@ -45,7 +45,7 @@ def hooked_config(
         positional_embedding_type=settings.positional_embedding_type,
         d_vocab=d_vocab,
         n_ctx=n_ctx,
-        device=device,
+        device="cpu",
     )
 
 

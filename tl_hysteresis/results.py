@@ -26,7 +26,7 @@ from tl_hysteresis.statistics import (
     sign_flip_test,
 )
 from tl_hysteresis.store import RunFolder, data_file
-from tl_hysteresis.tasks import Task, make_task
+from tl_hysteresis.tasks import Task, Trials, draw_conflict, make_task
 
 BRANCHES = ("below", "above")
 
@@ -184,6 +184,16 @@ class StudyResult:
             )
         return found
 
+    def trials(self, seed: int) -> Trials:
+        """The held-out conflict trials on which a seed's branches were measured.
+
+        Raises:
+            HysteresisError: a seed that is not the study's.
+        """
+        self._check_seed(seed)
+        n_trials = self.config.measurement.conflict_trials
+        return draw_conflict(self.task, n_trials, seed=seed, stream="evaluation")
+
     def model(self, seed: int, branch: str = "below", relaxation: int = 0) -> HookedTransformer:
         """A branch as a `HookedTransformer`, at one of the measured relaxations.
 
@@ -195,8 +205,7 @@ class StudyResult:
         Raises:
             HysteresisError: a seed, branch or relaxation of which there is no checkpoint.
         """
-        if seed not in self.config.seeds:
-            raise HysteresisError(f"no seed {seed}; there are {list(self.config.seeds)}")
+        self._check_seed(seed)
         if branch not in ("anchor", *BRANCHES):
             raise HysteresisError(f"no branch {branch!r}; there are below, above and anchor")
         kept = {0} if branch == "anchor" else {0, *self.config.relaxation.measure_at}
@@ -212,6 +221,10 @@ class StudyResult:
         model = build_model(self._hooked_config, seed=0)
         ParameterLayout.of(model).write(parameters, model)
         return model
+
+    def _check_seed(self, seed: int) -> None:
+        if seed not in self.config.seeds:
+            raise HysteresisError(f"no seed {seed}; there are {list(self.config.seeds)}")
 
     @cached_property
     def task(self) -> Task:
@@ -354,6 +367,8 @@ def mean_or_value(values: pd.Series) -> Interval:
 
 
 def _ratio(numerator: pd.Series, denominator: pd.Series) -> Interval:
+    if denominator.mean() == 0.0:
+        return Interval(math.nan, math.nan, math.nan, 0.95, "Fieller", len(numerator))
     if len(numerator) == 1:
         ratio = float(numerator.iloc[0] / denominator.iloc[0])
         return Interval(ratio, float("nan"), float("nan"), 0.95, "Fieller", 1)

@@ -101,7 +101,7 @@ def route_map(
     clean: Trials,
     corrupted: Trials,
     *,
-    points: Sequence[str] = POINTS,
+    points: Sequence[str] | None = None,
     roles: Sequence[str] | None = None,
 ) -> RouteMap:
     """Patch the clean run's residual stream into the corrupted run: layer by point by role.
@@ -115,7 +115,8 @@ def route_map(
         model: any `HookedTransformer`.
         clean: trials with roles.
         corrupted: the same trials with other tokens.
-        points: of the residual stream: "resid_pre", "resid_mid", "resid_post".
+        points: of the residual stream: "resid_pre", "resid_mid", "resid_post"; None for all that
+            the model has (without MLPs there is no "resid_mid").
         roles: names of roles; None for all.
 
     Raises:
@@ -127,6 +128,8 @@ def route_map(
             f"clean trials are {tuple(clean.tokens.shape)}, "
             f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
         )
+    if points is None:
+        points = [point for point in POINTS if f"blocks.0.hook_{point}" in model.hook_dict]
     sites = [
         (layer, point, Site(f"blocks.{layer}.hook_{point}"))
         for layer in range(model.cfg.n_layers)

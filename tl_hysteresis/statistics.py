@@ -18,7 +18,7 @@ from tl_hysteresis.errors import HysteresisError
 # A run-time type checker does not find a tuple in numpy's ArrayLike; a static one does.
 Values = ArrayLike | Sequence[float]
 
-MOST_SIGN_FLIPS = 22
+MOST_SIGN_FLIPS = 30
 MOST_ENUMERATED = 6  # 6**6 is 46,656 bootstrap resamples, where 7**7 would be 823,543
 LARGEST_VALUE = 1e100  # far beyond any measurement, and its square is still finite
 
@@ -102,7 +102,7 @@ def sign_flip_test(values: Values) -> SignFlip:
         (0.0625, 0.0625, 1)
 
     Args:
-        values: One value per seed, in any unit; 1 to 22 of them.
+        values: One value per seed, in any unit; 1 to 30 of them.
 
     Returns:
         `p`, the share of all 2**n sign assignments whose |mean| reaches the observed one, and
@@ -111,7 +111,7 @@ def sign_flip_test(values: Values) -> SignFlip:
         rounding can enlarge p, never shrink it.
 
     Raises:
-        HysteresisError: No values or more than 22, or one not finite, or not one-dimensional.
+        HysteresisError: No values or more than 30, or one not finite, or not one-dimensional.
 
     Source: Fisher (1935), The Design of Experiments, section 21.
     """

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -37,11 +38,12 @@ from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.errors import HysteresisError
 
 FORMAT = 1
-CONFIG, MANIFEST, PROGRESS, TIMINGS = (
+CONFIG, MANIFEST, PROGRESS, TIMINGS, LOCK = (
     "config.json",
     "manifest.json",
     "progress.safetensors",
     "timings.json",
+    ".lock",
 )
 MANIFEST_ENTRIES = {
     "config_hash": str,
@@ -220,14 +222,14 @@ class RunFolder:
         data = _read(path)
         try:
             tensors, labels = _tensors(data, PROGRESS), _labels(data)
-            intact = labels["sha256"] == _sha256(save_safetensors(tensors))
-        except (HysteresisError, KeyError):
+            intact = labels.get("sha256") == _sha256(save_safetensors(tensors))
+        except HysteresisError:
             intact = False
         if not intact:
             raise HysteresisError(f"{path} is damaged: delete it to repeat the stage under way")
-        if labels["config"] != self.config.hash:
+        if labels.get("config") != self.config.hash:
             raise HysteresisError(f"{path} belongs to a run of another config: delete it")
-        return tensors if labels["stage"] == stage else None
+        return tensors if labels.get("stage") == stage else None
 
     def finish(self) -> None:
         """Mark the run as complete and drop the training state that is needed no more."""
@@ -239,6 +241,25 @@ class RunFolder:
         """Remove temporary files that a killed run left behind."""
         for leftover in self.path.rglob(".*.tmp"):
             leftover.unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from working on the same run; freed when this one ends or dies.
+
+        Raises:
+            HysteresisError: another process is working on it.
+        """
+        lock = FileLock(self.path / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise HysteresisError(f"another process is working on {self.path}") from None
+        except OSError as error:
+            raise HysteresisError(f"cannot write {self.path / LOCK}: {error.strerror}") from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def note(self, **facts: Any) -> None:
         """Add facts to the manifest."""
@@ -264,7 +285,7 @@ class RunFolder:
     def _finish(self, name: str, data: bytes) -> None:
         digest, finished = _sha256(data), self.manifest["files"]
         if finished.get(name, digest) != digest:
-            # Between writing a file anew and its manifest, a kill would leave one that seems damaged.
+            # Killed between the file and its manifest, the run would seem damaged.
             del finished[name]
             self._write_manifest()
         _write(self.path / name, data)

@@ -24,6 +24,9 @@ from tl_hysteresis.models import ParameterLayout, build_model, stack_parameters
 from tl_hysteresis.schedules import Plan
 from tl_hysteresis.tasks import Batch, Task
 
+MEMBERS_AT_ONCE = 5
+"""Members in one pass forward and backward; more of them would only outgrow the caches."""
+
 OptimizerState = dict[str, Tensor]
 """`step` [member]; `first_moment` and `second_moment`, or `momentum` for SGD, [member param]."""
 
@@ -75,6 +78,7 @@ class Population:
         """
         if not models:
             raise HysteresisError("a population needs at least one model")
+        _keep_freed_memory()
         layout, parameters = stack_parameters(models)
         state = initial_state(optimizer, parameters)
         return cls(models[0].cfg, layout, parameters, optimizer, state)
@@ -91,6 +95,16 @@ class Population:
     def finite(self) -> Bool[Tensor, " member"]:
         """False for a member that has diverged: a parameter of it is not a finite number."""
         return torch.isfinite(self.parameters).all(dim=1)
+
+    def to(self, device: torch.device | str) -> Population:
+        """The same population on another device."""
+        return Population(
+            self.config,
+            self.layout,
+            self.parameters.to(device),
+            self.optimizer,
+            {name: value.to(device) for name, value in self.state.items()},
+        )
 
     def fork(self, members: Sequence[int]) -> Population:
         """Copies of the given members, parameters and optimizer state, in the given order."""
@@ -119,17 +133,18 @@ class Population:
 
     def step(self, batch: Batch) -> Float[Tensor, " member"]:
         """One update of every member on its own examples; returns each mean loss, in nats."""
-        parameters = self.parameters.detach().requires_grad_()
-        logits = self._logits(self.layout.split(parameters), batch.tokens)
-        losses = F.cross_entropy(
-            logits.flatten(end_dim=1), batch.targets.flatten(), reduction="none"
-        ).view(batch.targets.shape)
-        means = losses.mean(dim=1)
-        # A sum over members: the gradient of each is that of its own mean loss.
-        (gradient,) = torch.autograd.grad(means.sum(), parameters)
-        with torch.no_grad():
-            update_parameters(self.optimizer, self.parameters, gradient, self.state)
-        return means.detach()
+        parts = [
+            _losses_and_gradients(self._logits, self.layout, *part)
+            for part in zip(
+                self.parameters.detach().split(MEMBERS_AT_ONCE),
+                batch.tokens.split(MEMBERS_AT_ONCE),
+                batch.targets.split(MEMBERS_AT_ONCE),
+                strict=True,
+            )
+        ]
+        losses, gradients = (torch.cat(results) for results in zip(*parts, strict=True))
+        update_parameters(self.optimizer, self.parameters, gradients, self.state)
+        return losses
 
     def _logits(
         self, parameters: Mapping[str, Tensor], tokens: Int[Tensor, "member trial pos"]
@@ -141,7 +156,9 @@ class Population:
     @cached_property
     def _template(self) -> HookedTransformer:
         """A model that lends its forward pass; its own weights are never read."""
-        return build_model(self.config, seed=0)
+        model = build_model(self.config, seed=0)
+        model.to(self.parameters.device, print_details=False)
+        return model
 
 
 def train(
@@ -196,6 +213,33 @@ def train(
         losses = population.step(batch.to(device))
         if after_update is not None:
             after_update(update + 1, losses)
+
+
+def _keep_freed_memory() -> None:
+    """Keep the memory of one update for the next; without this a third of the time is page faults.
+
+    glibc hands freed memory back to the system beyond a threshold, which follows the largest block
+    freed so far. One block of 31 MiB, never touched, sets it to its maximum (64 MiB); elsewhere
+    this does nothing.
+    """
+    torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+def _losses_and_gradients(
+    forward: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    layout: ParameterLayout,
+    parameters: Float[Tensor, "member param"],
+    tokens: Int[Tensor, "member trial pos"],
+    targets: Int[Tensor, "member trial"],
+) -> tuple[Float[Tensor, " member"], Float[Tensor, "member param"]]:
+    """Each member's mean loss on its own examples, and the gradient of that loss."""
+    parameters = parameters.requires_grad_()
+    logits = forward(layout.split(parameters), tokens)
+    losses = F.cross_entropy(logits.flatten(end_dim=1), targets.flatten(), reduction="none")
+    means = losses.view(targets.shape).mean(dim=1)
+    # A sum over members: no loss depends on another member's parameters.
+    (gradients,) = torch.autograd.grad(means.sum(), parameters)
+    return means.detach(), gradients
 
 
 def initial_state(
