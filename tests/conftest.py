@@ -21,6 +21,7 @@ install_import_hook(
             "routes",
             "statistics",
             "results",
+            "summary",
             "convergence",
             "stages",
             "study",

@@ -24,13 +24,14 @@ MAY_IMPORT = {
     "routes": {"errors", "interventions", "measures", "tasks"},
     "store": {"config", "errors"},
     "results": {"config", "errors", "models", "routes", "statistics", "store", "tasks"},
+    "summary": {"results", "statistics", "store"},
     "convergence": {"config"},
     "stages": {"errors", "measures", "results", "schedules", "store", "tasks", "training"},
     "study": {
         *("config", "convergence", "errors", "models", "results", "routes", "schedules"),
         *("stages", "store", "tasks", "training"),
     },
-    "cli": {"config", "errors", "results", "store", "study"},
+    "cli": {"config", "errors", "results", "store", "study", "summary"},
     "__init__": set(),
     "__main__": {"cli"},
 }

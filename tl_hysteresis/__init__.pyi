@@ -42,6 +42,7 @@ from .statistics import ratio_interval as ratio_interval
 from .statistics import sign_flip_test as sign_flip_test
 from .study import resume_study as resume_study
 from .study import run_study as run_study
+from .summary import compare_with_paper as compare_with_paper
 from .tasks import AssociativeRecall as AssociativeRecall
 from .tasks import Task as Task
 from .tasks import Trials as Trials

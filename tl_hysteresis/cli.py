@@ -175,8 +175,10 @@ def _print_study(result: StudyResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tl_hysteresis.summary import caveats, summary
+
     console = Console(soft_wrap=False)
-    for title, frame in result.summary().items():
+    for title, frame in summary(result).items():
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in frame.columns:
             numeric = is_numeric_dtype(frame[column])
@@ -184,14 +186,16 @@ def _print_study(result: StudyResult) -> None:
         for row in frame.astype(object).itertuples(index=False):
             table.add_row(*map(_cell, row))
         console.print(table)
-    for warning in result.warnings():
+    for warning in caveats(result):
         console.print(f"warning: {warning}", style="bold red", highlight=False)
     console.print(f"tables and checkpoints: {result.folder.path}", highlight=False)
 
 
 def _print_markdown(result: StudyResult) -> None:
     """The comparison with the paper as a table to paste, and its warnings."""
-    table = result.paper()
+    from tl_hysteresis.summary import caveats, compare_with_paper
+
+    table = compare_with_paper(result)
     rows: list[Iterable[Any]] = [
         table.columns,
         ["---"] * len(table.columns),
@@ -199,7 +203,7 @@ def _print_markdown(result: StudyResult) -> None:
     ]
     for row in rows:
         typer.echo(f"| {' | '.join(map(str, row))} |")
-    for warning in result.warnings():
+    for warning in caveats(result):
         typer.echo(f"\nWarning: {warning}.")
 
 

@@ -125,11 +125,23 @@ class Population:
 
     @torch.no_grad()
     def logits(
-        self, tokens: Int[Tensor, "member trial pos"], *, chunk: int = 512
+        self, tokens: Int[Tensor, "member trial pos"], *, chunk: int = 128
     ) -> Float[Tensor, "member trial d_vocab"]:
-        """Logits of each member at the last position of its own prompts, without gradients."""
-        named = self.layout.split(self.parameters)
-        return torch.cat([self._logits(named, part) for part in tokens.split(chunk, dim=1)], dim=1)
+        """Logits of each member at the last position of its own prompts, without gradients.
+
+        Members and trials are taken a few at a time, so that memory does not grow with them.
+        """
+        members = zip(
+            self.parameters.split(MEMBERS_AT_ONCE), tokens.split(MEMBERS_AT_ONCE), strict=True
+        )
+        return torch.cat(
+            [
+                torch.cat(
+                    [self._logits(self.layout.split(parameters), part) for part in trials], dim=1
+                )
+                for parameters, trials in ((p, t.split(chunk, dim=1)) for p, t in members)
+            ]
+        )
 
     def step(self, batch: Batch) -> Float[Tensor, " member"]:
         """One update of every member on its own examples; returns each mean loss, in nats."""
