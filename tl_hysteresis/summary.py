@@ -45,8 +45,8 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
                     for row in replaced.itertuples()
                 ],
                 "share of the gap removed [95 %]": [
-                    _share(row.share, row.share_low, row.share_high)
-                    for row in replaced.itertuples()
+                    _share(*bounds)
+                    for bounds in replaced[["share", "share_low", "share_high"]].to_numpy()
                 ],
             }
         ),
