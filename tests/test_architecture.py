@@ -23,7 +23,9 @@ MAY_IMPORT = {
     "interventions": {"errors", "tasks"},
     "routes": {"errors", "interventions", "measures", "tasks"},
     "store": {"config", "errors"},
-    "results": {"config", "errors", "models", "routes", "statistics", "store", "tasks"},
+    "results": {
+        *("config", "errors", "models", "routes", "schedules", "statistics", "store", "tasks"),
+    },
     "summary": {"results", "statistics", "store"},
     "convergence": {"config"},
     "stages": {"errors", "measures", "results", "schedules", "store", "tasks", "training"},

@@ -86,6 +86,7 @@ def schedules(draw: st.DrawFn) -> ScheduleConfig:
 @st.composite
 def studies(draw: st.DrawFn) -> StudyConfig:
     conflict_trials = draw(st.integers(2, 10**6))
+    every = draw(counts)
     return StudyConfig(
         seeds=tuple(draw(st.lists(naturals, min_size=1, max_size=8, unique=True))),
         device=draw(st.sampled_from(["cpu", "cuda", "cuda:0", "cuda:13"])),
@@ -96,8 +97,8 @@ def studies(draw: st.DrawFn) -> StudyConfig:
         model=draw(models()),
         optimizer=draw(optimizers()),
         anchor=AnchorConfig(
-            updates=draw(counts),
-            evaluate_every=draw(counts),
+            updates=every * draw(st.integers(1, 50)),
+            evaluate_every=every,
             excess_loss=draw(positives),
             answer_share=draw(probabilities),
             margin_drift=draw(positives),
@@ -189,8 +190,8 @@ OTHERS: dict[str, Any] = {
     "optimizer.beta1": 0.8,
     "optimizer.beta2": 0.99,
     "optimizer.eps": 1e-7,
-    "anchor.updates": 2999,
-    "anchor.evaluate_every": 49,
+    "anchor.updates": 2950,
+    "anchor.evaluate_every": 60,
     "anchor.excess_loss": 0.2,
     "anchor.answer_share": 0.9,
     "anchor.margin_drift": 0.4,
@@ -200,6 +201,8 @@ OTHERS: dict[str, Any] = {
     "schedule.delta": 0.1,
     "schedule.steps": 8,
     "schedule.dwell": 13,
+    "schedule.labels": "independent",
+    "schedule.control": True,
     "relaxation.measure_at": [0, 25],
     "measurement.conflict_trials": 2047,
     "measurement.patching_trials": 255,

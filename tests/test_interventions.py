@@ -50,7 +50,7 @@ def test_mean_replacement_equals_a_hook_written_by_hand(model: HookedTransformer
 
     expected = model.run_with_hooks(TRIALS.tokens, fwd_hooks=[(site.name, by_hand)])
     reference = mean_reference(model, TRIALS, [site])
-    with intervene(model, mean_replacement([site], reference, positions=QUERY)):
+    with intervene(model, mean_replacement([site], reference, TRIALS)):
         found = model(TRIALS.tokens)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0.0)
 
@@ -61,7 +61,7 @@ def test_replacing_everything_at_the_query_leaves_only_the_query_token(
     """With no head and no MLP free to vary, trials with the same query get the same logits."""
     sites = all_sites(model)
     reference = mean_reference(model, TRIALS, sites)
-    with intervene(model, mean_replacement(sites, reference, positions=QUERY)):
+    with intervene(model, mean_replacement(sites, reference, TRIALS)):
         logits = model(TRIALS.tokens)[:, -1]
     query = TRIALS.tokens[:, -1]
     for token in query.unique():
@@ -73,7 +73,7 @@ def test_a_mean_over_one_trial_changes_nothing(model: HookedTransformer) -> None
     one = TRIALS.select(slice(1))
     sites = all_sites(model)
     reference = mean_reference(model, one, sites)
-    hooks = mean_replacement(sites, reference, positions=one.positions("query"))
+    hooks = mean_replacement(sites, reference, one)
     with intervene(model, hooks):
         replaced = model(one.tokens)
     torch.testing.assert_close(replaced, model(one.tokens), atol=1e-6, rtol=0.0)
@@ -121,7 +121,7 @@ def test_hooks_are_gone_afterwards_and_the_callers_stay(model: HookedTransformer
     model.add_hook("blocks.0.hook_mlp_out", lambda act, hook: seen.append(str(hook.name)))
     before = hooks_of(model)
     reference = mean_reference(model, TRIALS, [mlp_site(0)])
-    hooks = mean_replacement([mlp_site(0)], reference, positions=QUERY)
+    hooks = mean_replacement([mlp_site(0)], reference, TRIALS)
     with intervene(model, hooks):
         with intervene(model, hooks):
             model(TRIALS.tokens)
@@ -168,11 +168,11 @@ def test_bad_sites_and_shapes_are_named(model: HookedTransformer) -> None:
         mean_reference(model, some_trials(), [mlp_site(0)])
     reference = mean_reference(model, TRIALS, [mlp_site(0)])
     with pytest.raises(HysteresisError, match="no mean of .*blocks.1"):
-        mean_replacement([mlp_site(1)], reference, positions=QUERY)
+        mean_replacement([mlp_site(1)], reference, TRIALS)
     with pytest.raises(HysteresisError, match="no activation of 'blocks.1.hook_mlp_out'"):
         patch_activations([mlp_site(1)], {}, positions=QUERY)
     with pytest.raises(HysteresisError, match="positions are"):
-        with intervene(model, mean_replacement([mlp_site(0)], reference, positions=QUERY[:5])):
+        with intervene(model, mean_replacement([mlp_site(0)], reference, TRIALS.select(slice(5)))):
             model(TRIALS.tokens)
     with pytest.raises(HysteresisError, match="cannot stand at"):
         with intervene(model, [overwrite(mlp_site(0), torch.zeros(3), positions=QUERY)]):

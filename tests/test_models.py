@@ -1,5 +1,6 @@
 """Models are built from settings and seed alone, and survive stacking unchanged."""
 
+import dataclasses
 import random
 
 import numpy as np
@@ -28,6 +29,11 @@ def test_a_model_is_a_function_of_its_seed() -> None:
         torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
     )
     assert not torch.equal(first.W_E, other.W_E)
+
+
+def test_a_seed_in_the_config_does_not_overrule_the_models_own() -> None:
+    config = dataclasses.replace(SMALL, seed=5)
+    assert not torch.equal(build_model(config, seed=0).W_E, build_model(config, seed=1).W_E)
 
 
 def test_building_leaves_the_callers_generators_alone() -> None:

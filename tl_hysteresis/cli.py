@@ -193,9 +193,10 @@ def _print_study(result: StudyResult) -> None:
 
 def _print_markdown(result: StudyResult) -> None:
     """The comparison with the paper as a table to paste, and its warnings."""
-    from tl_hysteresis.summary import caveats, compare_with_paper
+    from tl_hysteresis.summary import caveats, compare_with_paper, quick_mark
 
     table = compare_with_paper(result)
+    typer.echo(f"Beside the paper{quick_mark(result)}\n")
     rows: list[Iterable[Any]] = [
         table.columns,
         ["---"] * len(table.columns),

@@ -211,11 +211,11 @@ class AnchorConfig(Settings):
     """Updates at p0 before the branches part (open)."""
     evaluate_every: Count = 50
     """Updates between two evaluations of the training course."""
-    excess_loss: Positive = 0.1
+    excess_loss: Positive = 0.08
     """Converged: the loss on conflict trials is at most this many nats above the entropy floor."""
     answer_share: Probability = 0.98
     """Converged: at least this share of greedy answers is the contextual or the fixed one."""
-    margin_drift: Positive = 0.5
+    margin_drift: Positive = 0.15
     """Converged: the margin's mean moved by at most this many logits between the last fifth of the
     course and the fifth before it."""
     require_convergence: bool = True
@@ -244,6 +244,11 @@ class ScheduleConfig(Settings):
     """Steps between the levels of the triangle, p0 to p0 again (open)."""
     dwell: Count = 14
     """Updates at each level (open). The smooth triangle takes as many updates in all."""
+    labels: Literal["stratified", "independent"] = "stratified"
+    """"stratified": each batch has its share of contextual targets to within one target;
+    "independent": each target has a coin of its own (open). Holds for all training."""
+    control: bool = False
+    """Send both branches through the loop from below: their gap must then be exactly zero."""
 
     def check(self) -> None:  # noqa: D102
         low, high = self.p0 - self.delta, self.p0 + self.delta

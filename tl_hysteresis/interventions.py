@@ -102,11 +102,13 @@ class MeanReference:
 
     Attributes:
         values: mean of each site's activation.
-        description: what the means were taken over.
+        role: the role of the positions that the means were taken over, and replace.
+        n_trials: how many trials they were taken over.
     """
 
     values: Mapping[Site, Tensor]
-    description: str
+    role: str
+    n_trials: int
 
 
 @torch.no_grad()
@@ -126,13 +128,13 @@ def mean_reference(
         site: _at(cache[site.name], site)[positions].double().mean(dim=0).to(cache[site.name].dtype)
         for site in sites
     }
-    return MeanReference(values, f"mean over {len(trials)} trials at {role}, this model")
+    return MeanReference(values, role, len(trials))
 
 
-def mean_replacement(
-    sites: Sequence[Site], reference: MeanReference, *, positions: Bool[Tensor, "trial pos"]
-) -> list[Hook]:
+def mean_replacement(sites: Sequence[Site], reference: MeanReference, trials: Trials) -> list[Hook]:
     """Hooks that replace the activations of all the given sites at once by their means.
+
+    They are replaced at the positions of the role that the means were taken over.
 
     What varies between trials at these sites is gone, and with it any influence of the prompt
     through them; their average effect stays.
@@ -140,7 +142,10 @@ def mean_replacement(
     Args:
         sites: where to replace.
         reference: the means, from `mean_reference`.
-        positions: where in each trial, such as `trials.positions("query")`.
+        trials: the trials that will be run.
+
+    Raises:
+        HysteresisError: a site that the reference has no mean of, or a role that no position has.
 
     Example:
         >>> from tl_hysteresis.config import ModelConfig
@@ -150,16 +155,15 @@ def mean_replacement(
         >>> trials = draw(AssociativeRecall(), 8, seed=0, stream="example", index=0)
         >>> heads = head_sites(model, layer=1)
         >>> reference = mean_reference(model, trials, heads)
-        >>> hooks = mean_replacement(heads, reference, positions=trials.positions("query"))
+        >>> hooks = mean_replacement(heads, reference, trials)
         >>> with intervene(model, hooks):
         ...     model(trials.tokens).shape
         torch.Size([8, 17, 32])
     """
     missing = [site for site in sites if site not in reference.values]
     if missing:
-        raise HysteresisError(
-            f"the reference ({reference.description}) has no mean of {missing[0]}"
-        )
+        raise HysteresisError(f"the reference holds no mean of {missing[0]}")
+    positions = trials.positions(reference.role)
     return [overwrite(site, reference.values[site], positions=positions) for site in sites]
 
 

@@ -5,6 +5,7 @@ The only file that constructs a `HookedTransformer`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -59,6 +60,8 @@ def build_model(config: HookedTransformerConfig, *, seed: int) -> HookedTransfor
         >>> sum(p.numel() for p in build_model(config, seed=0).parameters())
         72288
     """
+    # A copy: TransformerLens's models change their config, and a seed in it would overrule ours.
+    config = dataclasses.replace(config, seed=None)
     with _own_generators(seed), warnings.catch_warnings():
         # TransformerLens 3.9 warns that the class was to be removed; pyproject holds it below 4.
         warnings.filterwarnings("ignore", ".*HookedTransformer.*", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""From a study's tables to its answers: gaps, shares, routes, and the comparison with the paper.
+"""From a study's tables to its answers: gaps, shares, dominant heads, routes.
 
 Everything here is computed from the tables of a run folder, so that it can be computed again at any
 time. The unit of every interval and test is the seed.
@@ -7,7 +7,7 @@ time. The unit of every interval and test is the seed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.models import ParameterLayout, build_model, hooked_config
 from tl_hysteresis.routes import INTACT, compare_routes
+from tl_hysteresis.schedules import BRANCHES
 from tl_hysteresis.statistics import (
     Interval,
     mean_interval,
@@ -26,8 +27,6 @@ from tl_hysteresis.statistics import (
 )
 from tl_hysteresis.store import RunFolder
 from tl_hysteresis.tasks import Task, Trials, draw_conflict, make_task
-
-BRANCHES = ("below", "above")
 
 
 @dataclass(frozen=True)
@@ -136,9 +135,29 @@ class StudyResult:
         rows = []
         for keys, part in table.groupby(["seed", "relaxation", "corruption"], sort=False):
             below, above = (part[part["branch"] == branch] for branch in BRANCHES)
-            compared = compare_routes(below, above)
-            rows.append((*keys, compared.topology, compared.gain, compared.n_sites))
+            rows.append((*keys, *astuple(compare_routes(below, above))))
         columns = ["seed", "relaxation", "corruption", "topology", "gain", "n_sites"]
+        return pd.DataFrame(rows, columns=columns)
+
+    def routes_between_seeds(self) -> pd.DataFrame:
+        """The null for `routes`: the same comparison between *different* seeds, below to above.
+
+        Different seeds are circuits that have nothing in common but the task. A topology within
+        seeds that is no higher than between them says nothing about a shared history.
+
+        Columns `seed`, `other`, `relaxation`, `corruption`, `topology`, `gain`, `n_sites`.
+        """
+        table, rows = self.table("routes"), []
+        for keys, part in table.groupby(["relaxation", "corruption"], sort=False):
+            below, above = (part[part["branch"] == branch] for branch in BRANCHES)
+            for seed in self.config.seeds:
+                for other in self.config.seeds:
+                    if seed != other:
+                        compared = compare_routes(
+                            below[below["seed"] == seed], above[above["seed"] == other]
+                        )
+                        rows.append((seed, other, *keys, *astuple(compared)))
+        columns = ["seed", "other", "relaxation", "corruption", "topology", "gain", "n_sites"]
         return pd.DataFrame(rows, columns=columns)
 
     def trials(self, seed: int) -> Trials:

@@ -66,11 +66,10 @@ def replacement_margins(
     """
     parts = components(model)
     reference = mean_reference(model, trials, parts["all heads"] + _mlps(model), role=role)
-    positions = trials.positions(role)
     starts = _layer_inputs(model, trials)
     margins = {INTACT: _margin(model, trials, [], starts)}
     for name, sites in parts.items():
-        hooks = mean_replacement(sites, reference, positions=positions)
+        hooks = mean_replacement(sites, reference, trials)
         margins[name] = _margin(model, trials, hooks, starts)
     return pd.DataFrame(
         {

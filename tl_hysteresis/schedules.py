@@ -16,7 +16,10 @@ from jaxtyping import Float
 
 from tl_hysteresis.config import ScheduleConfig
 from tl_hysteresis.errors import HysteresisError
-from tl_hysteresis.tasks import Batch, Task, labelled_batch
+from tl_hysteresis.tasks import Batch, Labels, Task, labelled_batch
+
+BRANCHES = ("below", "above")
+SAME_ORDER = "the order of training is the same in both branches"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Plan:
         stream: name of the stream of batches that the indices count.
         indices: index of the batch of each update.
         mixtures: probability, at each update, that a target follows the contextual rule.
+        labels: how targets are assigned to the rules, as in `tasks.labelled_batch`.
 
     Raises:
         HysteresisError: an empty plan, lengths that differ, or a mixture outside [0, 1].
@@ -40,6 +44,7 @@ class Plan:
     stream: str
     indices: tuple[int, ...]
     mixtures: tuple[float, ...]
+    labels: Labels = "stratified"
 
     def __post_init__(self) -> None:
         if not self.indices:
@@ -60,7 +65,7 @@ class Plan:
 
     def reversed(self) -> Plan:
         """The same batches at the same mixtures, last first."""
-        return Plan(self.stream, self.indices[::-1], self.mixtures[::-1])
+        return Plan(self.stream, self.indices[::-1], self.mixtures[::-1], self.labels)
 
     def batch(self, update: int, *, task: Task, seed: int, batch_size: int) -> Batch:
         """The labelled examples of one update, for one seed."""
@@ -71,12 +76,15 @@ class Plan:
             stream=self.stream,
             index=self.indices[update],
             mixture=self.mixtures[update],
+            labels=self.labels,
         )
 
 
-def constant_plan(updates: int, mixture: float, *, stream: str) -> Plan:
+def constant_plan(
+    updates: int, mixture: float, *, stream: str, labels: Labels = "stratified"
+) -> Plan:
     """A plan that stays at one mixture, as the anchor's and the relaxation's do."""
-    return Plan(stream, tuple(range(updates)), (mixture,) * updates)
+    return Plan(stream, tuple(range(updates)), (mixture,) * updates, labels)
 
 
 def matched_plans(schedule: ScheduleConfig, *, stream: str = "loop") -> tuple[Plan, Plan]:
@@ -101,7 +109,8 @@ def matched_plans(schedule: ScheduleConfig, *, stream: str = "loop") -> tuple[Pl
         phases = np.linspace(0.0, 1.0, levels * schedule.dwell)
     # Rounded so that a level has one value on the way up and on the way down.
     mixtures = np.round(schedule.p0 + schedule.delta * _triangle(phases), 12)
-    below = Plan(stream, tuple(range(len(phases))), tuple(float(p) for p in mixtures))
+    indices, path = tuple(range(len(phases))), tuple(float(p) for p in mixtures)
+    below = Plan(stream, indices, path, schedule.labels)
     return below, below.reversed()
 
 
@@ -146,7 +155,8 @@ def verify_matched(below: Plan, above: Plan, *, task: Task, seed: int, batch_siz
     """Draw every labelled example of both plans and compare them.
 
     A matched pair has equal numbers of updates, the same multiset of labelled examples, hence equal
-    exposure to each rule, and another order. What does not hold is named in `differences`.
+    exposure to each rule, another order, and opposite paths through the mixtures. What does not
+    hold is named in `differences`.
 
     Example:
         >>> from tl_hysteresis.tasks import AssociativeRecall
@@ -172,7 +182,9 @@ def verify_matched(below: Plan, above: Plan, *, task: Task, seed: int, batch_siz
     if a.multiset_hash != b.multiset_hash:
         differences.append("the multisets of labelled examples")
     if a.order_hash == b.order_hash:
-        differences.append("the order of training is the same in both branches")
+        differences.append(SAME_ORDER)
+    elif not differences and above.mixtures != below.mixtures[::-1]:
+        differences.append("the mixtures above are not those below, last first")
     return Matching(a, b, tuple(differences))
 
 

@@ -21,8 +21,8 @@ from transformer_lens import HookedTransformer
 
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.measures import Behaviour, behaviour
-from tl_hysteresis.results import BRANCHES, StudyResult
-from tl_hysteresis.schedules import Plan
+from tl_hysteresis.results import StudyResult
+from tl_hysteresis.schedules import BRANCHES, Plan
 from tl_hysteresis.store import RunFolder
 from tl_hysteresis.tasks import Task, Trials
 from tl_hysteresis.training import Population, train
@@ -160,9 +160,7 @@ class Stages:
         """Show the progress of a stage, and note how long it took."""
         begun = time.perf_counter()
         try:
-            with tqdm(
-                desc=stage, total=total, initial=initial, disable=not self.progress, unit="upd"
-            ) as bar:
+            with tqdm(desc=stage, total=total, initial=initial, disable=not self.progress) as bar:
                 yield bar
         except KeyboardInterrupt:
             self.run.add_seconds(stage, time.perf_counter() - begun)
@@ -177,7 +175,8 @@ class Stages:
             return
         raise HysteresisError(
             f"seed {seeds[int((~finite).nonzero()[0])]} diverged: at update {done} of the {stage} "
-            "its loss or a parameter is not a finite number; a smaller learning_rate may help"
+            "its loss or a parameter is not a finite number. The run cannot go on: leave that seed "
+            "out, or lower the learning_rate, in a new run"
         )
 
 

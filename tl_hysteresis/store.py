@@ -153,6 +153,11 @@ class RunFolder:
         """True when every stage of the study is done."""
         return bool(self.manifest["complete"])
 
+    @property
+    def is_of_this_source(self) -> bool:
+        """True if the run was begun by the very modules that are running."""
+        return bool(self.manifest["versions"].get("source") == _source_hash())
+
     def check_versions(self) -> None:
         """Refuse to continue a run under other versions, which would mix two sets of numbers.
 
@@ -411,8 +416,15 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _source_hash() -> str:
+    """SHA-256 of this package's modules, so that a changed program is not taken for the same."""
+    modules = sorted(Path(str(files("tl_hysteresis"))).glob("*.py"))
+    return _sha256(b"".join(module.read_bytes() for module in modules))
+
+
 def _versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
+        "source": _source_hash(),
         **{package: version(package) for package in PACKAGES},
     }

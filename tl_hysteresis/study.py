@@ -19,9 +19,15 @@ from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.convergence import judge_convergence
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.models import hooked_config
-from tl_hysteresis.results import BRANCHES, StudyResult
+from tl_hysteresis.results import StudyResult
 from tl_hysteresis.routes import replacement_margins, route_map
-from tl_hysteresis.schedules import constant_plan, matched_plans, verify_matched
+from tl_hysteresis.schedules import (
+    BRANCHES,
+    SAME_ORDER,
+    constant_plan,
+    matched_plans,
+    verify_matched,
+)
 from tl_hysteresis.stages import Stages
 from tl_hysteresis.store import RunFolder
 from tl_hysteresis.tasks import generator, make_task
@@ -110,6 +116,8 @@ class Study:
         self.device = device_of(self.config)
         self.task = make_task(self.config.task)
         self.below, self.above = matched_plans(self.config.schedule)
+        if self.config.schedule.control:
+            self.above = self.below
         result = StudyResult(run)
         self.trials = {seed: result.trials(seed).to(self.device) for seed in self.seeds}
         self.stages = Stages(run, self.task, self.trials, progress)
@@ -123,7 +131,8 @@ class Study:
             matching = verify_matched(
                 self.below, self.above, task=self.task, seed=seed, batch_size=batch_size
             )
-            if not matching.matched:
+            expected = (SAME_ORDER,) if self.config.schedule.control else ()
+            if matching.differences != expected:
                 raise HysteresisError(
                     f"the branches of seed {seed} do not match: {'; '.join(matching.differences)}"
                 )
@@ -133,13 +142,13 @@ class Study:
 
     def train_anchors(self) -> Population:
         """Train one anchor a seed at the balanced mixture, and judge whether it has converged."""
-        settings, task = self.config.anchor, self.task
+        settings, schedule, task = self.config.anchor, self.config.schedule, self.task
         shape = hooked_config(self.config.model, d_vocab=task.d_vocab, n_ctx=task.n_ctx)
         anchors = Population.build(shape, self.config.optimizer, seeds=self.seeds).to(self.device)
         self.stages.train(
             "course",
             anchors,
-            [constant_plan(settings.updates, self.config.schedule.p0, stream="anchor")],
+            [constant_plan(settings.updates, schedule.p0, stream="anchor", labels=schedule.labels)],
             observe_at=range(0, settings.updates + 1, settings.evaluate_every),
             keep_at={settings.updates: "anchor"},
         )
@@ -157,15 +166,17 @@ class Study:
             "loop",
             branches,
             [self.below, self.above],
-            observe_at=range(dwell, updates + 1, dwell),
+            observe_at=range(0, updates + 1, dwell),
             keep_at={updates: "relaxation_0"},
         )
         return branches
 
     def relax(self, branches: Population) -> None:
         """Train both branches on at the balanced mixture, on the same batches."""
-        measure_at = self.config.relaxation.measure_at
-        plan = constant_plan(measure_at[-1], self.config.schedule.p0, stream="relaxation")
+        measure_at, schedule = self.config.relaxation.measure_at, self.config.schedule
+        plan = constant_plan(
+            measure_at[-1], schedule.p0, stream="relaxation", labels=schedule.labels
+        )
         self.stages.train(
             "relaxation",
             branches,

@@ -7,14 +7,15 @@ import math
 import pandas as pd
 
 from tl_hysteresis.results import StudyResult, mean_or_value
-from tl_hysteresis.statistics import Interval, correlation_interval, sign_flip_test
+from tl_hysteresis.statistics import correlation_interval, sign_flip_test
 from tl_hysteresis.store import data_file
 
 
 def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
     """The answers as short tables of text, by title; the numbers stand in the other methods."""
     anchors, first = result.table("anchors").round(3), result.config.relaxation.measure_at[0]
-    mark = " (quick run, not a result)" if result.config.quick else ""
+    n_trials = result.config.measurement.conflict_trials
+    mark = f", {n_trials} held-out conflict trials a seed" + quick_mark(result)
     gaps, replaced = result.gaps(), result.replacement()
     replaced = replaced[replaced["relaxation"] == first]
     routes = result.routes().groupby(["relaxation", "corruption"], sort=False)
@@ -61,8 +62,13 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
                 for (relaxation, corruption), part in routes
             ]
         ),
-        f"Beside the paper{mark}": compare_with_paper(result),
+        f"Beside the paper{quick_mark(result)}": compare_with_paper(result),
     }
+
+
+def quick_mark(result: StudyResult) -> str:
+    """What is added to every title of a quick run."""
+    return " (quick run, not a result)" if result.config.quick else ""
 
 
 def caveats(result: StudyResult) -> list[str]:
@@ -72,6 +78,10 @@ def caveats(result: StudyResult) -> list[str]:
         found.append("the run is not complete")
     if result.config.quick:
         found.append("a quick run: fewer updates, seeds and trials than the study; not a result")
+    if not result.folder.is_of_this_source:
+        found.append("the run was made by another version of this program's source")
+    if result.config.schedule.control:
+        found.append("a same-order control: its gap is zero by construction")
     anchors = result.table("anchors")
     unconverged = anchors.loc[~anchors["converged"], "seed"].tolist()
     if unconverged:
@@ -96,25 +106,28 @@ def compare_with_paper(result: StudyResult) -> pd.DataFrame:
         One row for each quantity: `quantity`, `paper`, `here`, `agrees`, `rule`.
     """
     paper = pd.read_csv(data_file("paper.csv"))
-    first = paper.drop_duplicates("quantity").set_index("quantity")["value"]
-    stated = {str(quantity): float(value) for quantity, value in first.items()}
+    statements = {
+        int(row["relaxation"]): str(row["statement"])
+        for row in paper[paper["quantity"] == "gap"].to_dict("records")
+    }
+    values = paper.drop_duplicates("quantity").set_index("quantity")["value"].astype(float)
     measured_at = result.config.relaxation.measure_at
     rows = [
-        _gap_row(result, at, claim, stated["gap"])
+        _gap_row(result, at, claim, statements[at])
         for at, claim in ((0, 1), (25, -1), (100, 0))
         if at in measured_at
     ]
     if 0 in measured_at:
-        rows.append(_share_row(result, stated["share_removed"]))
+        rows.append(_share_row(result, values["share_removed"]))
     rows.append(_dominant_head_row(result, measured_at[0]))
-    rows.append(_routes_row(result, measured_at[0], stated["route_correlation"]))
+    rows.append(_routes_row(result, measured_at[0], values["route_correlation"]))
     return pd.DataFrame(rows, columns=["quantity", "paper", "here", "agrees", "rule"])
 
 
 Row = tuple[str, str, str, str, str]
 
 
-def _gap_row(result: StudyResult, at: int, claim: int, stated: float) -> Row:
+def _gap_row(result: StudyResult, at: int, claim: int, statement: str) -> Row:
     curve = result.curve()
     gaps = curve.loc[curve["relaxation"] == at, "gap"]
     interval, signs = mean_or_value(gaps), sign_flip_test(gaps)
@@ -122,10 +135,10 @@ def _gap_row(result: StudyResult, at: int, claim: int, stated: float) -> Row:
         f"{interval}, positive in {signs.n_positive} of {signs.n}, "
         f"p = {signs.p:.4g} (smallest possible {signs.smallest_p:.4g})"
     )
-    paper, rule = {
-        1: (f"{stated:+.4f}, positive in 5 of 5, p = 0.0625", "95 % interval above zero"),
-        -1: ("slightly reversed", "95 % interval below zero"),
-        0: ("near zero", "95 % interval holds zero and stays nearer to it than the gap at 0"),
+    rule = {
+        1: "95 % interval above zero",
+        -1: "95 % interval below zero",
+        0: "95 % interval holds zero, and all of it lies nearer to zero than the gap's at 0",
     }[claim]
     if math.isnan(interval.low):
         agrees = "undecided"
@@ -135,26 +148,26 @@ def _gap_row(result: StudyResult, at: int, claim: int, stated: float) -> Row:
         agrees = "no"
     else:
         first = mean_or_value(curve.loc[curve["relaxation"] == 0, "gap"])
-        agrees = "yes" if max(-interval.low, interval.high) < abs(first.estimate) else "undecided"
-    return f"gap in margin at {at} updates (logits)", paper, here, agrees, rule
+        nearest = min(abs(first.low), abs(first.high)) if first.side else 0.0
+        agrees = "yes" if max(-interval.low, interval.high) < nearest else "undecided"
+    return f"gap in margin at {at} updates (logits)", statement, here, agrees, rule
 
 
 def _share_row(result: StudyResult, stated: float) -> Row:
     table = result.replacement()
     row = table[(table["relaxation"] == 0) & (table["component"] == "all heads")].iloc[0]
-    share, low, high = row[["share", "share_low", "share_high"]].astype(float).tolist()
-    interval = Interval(share, low, high, 0.95, "Fieller", result.n_seeds)
-    if 0.0 in interval or math.isnan(interval.low):
+    low, high = float(row["share_low"]), float(row["share_high"])
+    if math.isnan(low) or low <= 0.0 <= high:
         agrees = "undecided"
     else:
-        agrees = "yes" if stated in interval else "no"
+        agrees = "yes" if low <= stated <= high else "no"
     return (
         "share of the gap at 0 removed by mean replacement of all heads at the query",
         f"{stated:.1%}",
-        f"{share:.1%} [{low:.1%}, {high:.1%}]; "
-        f"gap left {row.gap:+.4f} [{row.gap_low:+.4f}, {row.gap_high:+.4f}]",
+        f"{_share(float(row['share']), low, high)}; "
+        f"gap left {row['gap']:+.4f} [{row['gap_low']:+.4f}, {row['gap_high']:+.4f}]",
         agrees,
-        "95 % interval holds the paper's share, and not zero",
+        "95 % interval (Fieller, over seeds) holds the paper's share, and not zero",
     )
 
 
@@ -174,19 +187,22 @@ def _dominant_head_row(result: StudyResult, at: int) -> Row:
 
 
 def _routes_row(result: StudyResult, at: int, stated: float) -> Row:
-    routes = result.routes()
-    routes = routes[routes["relaxation"] == at]
+    within, between = (
+        table[table["relaxation"] == at].groupby("corruption", sort=False)["topology"]
+        for table in (result.routes(), result.routes_between_seeds())
+    )
     parts, sides = [], []
-    for corruption, rows in routes.groupby("corruption", sort=False):
-        if len(rows) > 1:
-            interval = correlation_interval(rows["topology"])
-            sides.append((interval.low > stated) - (interval.high < stated))
+    for corruption, values in within:
+        if len(values) > 1:
+            interval, null = correlation_interval(values), between.get_group(corruption).mean()
+            sides.append(int(interval.low > stated) - int(interval.high < stated))
             parts.append(
                 f"{corruption}: {interval.estimate:.5f} [{interval.low:.5f}, {interval.high:.5f}]"
+                f" (between different seeds {null:.5f})"
             )
         else:
             sides.append(0)
-            parts.append(f"{corruption}: {rows['topology'].item():.5f}")
+            parts.append(f"{corruption}: {values.item():.5f}")
     agrees = "yes" if min(sides) == 1 else "no" if min(sides) == -1 else "undecided"
     return (
         f"correlation of the two branches' routes at {at} updates",
@@ -199,6 +215,8 @@ def _routes_row(result: StudyResult, at: int, stated: float) -> Row:
 
 def _share(share: float, low: float, high: float) -> str:
     """A share with its interval, in words where the interval has no bounds."""
+    if math.isnan(low):
+        return "-" if math.isnan(share) else f"{share:.1%}"
     if math.isinf(low):
         return f"{share:.1%} (any: the gap may be zero)"
     return f"{share:.1%} [{low:.1%}, {high:.1%}]"

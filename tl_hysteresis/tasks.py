@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -372,13 +372,28 @@ class Batch:
         return Batch(self.tokens.to(device), self.targets.to(device), self.contextual.to(device))
 
 
+Labels = Literal["stratified", "independent"]
+"""How a batch's targets are assigned to the two rules; see `labelled_batch`."""
+
+
 def labelled_batch(
-    task: Task, n: int, *, seed: int, stream: str, index: int, mixture: float
+    task: Task,
+    n: int,
+    *,
+    seed: int,
+    stream: str,
+    index: int,
+    mixture: float,
+    labels: Labels = "stratified",
 ) -> Batch:
     """Training examples: each target follows the contextual rule with probability `mixture`.
 
     A trial's coin is one uniform number, drawn apart from its tokens and compared with the mixture:
     the same index at two mixtures has the same prompts, and only the targets in between differ.
+    Stratified coins are the points of a randomly shifted grid in random order. Each is uniform by
+    itself, but a batch has n * mixture contextual targets to within one, so that two branches whose
+    last batches differ do not differ in how often either rule was seen there. Independent coins
+    leave that to chance.
 
     Example:
         >>> task, where = AssociativeRecall(), dict(seed=0, stream="anchor", index=0)
@@ -390,7 +405,8 @@ def labelled_batch(
         True
     """
     trials = draw(task, n, seed=seed, stream=stream, index=index)
-    coins = generator(seed, f"{stream}/coins", index).random(n)
+    rng = generator(seed, f"{stream}/coins", index)
+    coins = rng.random(n) if labels == "independent" else (rng.permutation(n) + rng.random()) / n
     contextual = torch.from_numpy(coins < mixture)
     targets = torch.where(contextual, trials.contextual, trials.fixed)
     return Batch(trials.tokens, targets, contextual)

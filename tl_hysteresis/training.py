@@ -1,8 +1,8 @@
 """The training loop: a population of models in one stack, each with its own optimizer state.
 
 Nothing is shared between members: each has its own examples, moments and step count, and no norm or
-mean is taken across them. A member gets exactly what it would get alone, and one that diverges
-touches no other.
+mean is taken across them. A member gets, up to rounding, what it would get alone, and one that
+diverges touches no other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from tl_hysteresis.models import ParameterLayout, build_model, stack_parameters
 from tl_hysteresis.schedules import Plan
 from tl_hysteresis.tasks import Batch, Task
 
-MEMBERS_AT_ONCE = 5
-"""Members in one pass forward and backward; more of them would only outgrow the caches."""
+MEMBERS_AT_ONCE = 4
+"""Members in one pass forward and backward; more of them would only outgrow the caches. Even, so
+that the two branches of a seed go through the same kernels."""
 
 OptimizerState = dict[str, Tensor]
 """`step` [member]; `first_moment` and `second_moment`, or `momentum` for SGD, [member param]."""
@@ -131,6 +132,7 @@ class Population:
 
         Members and trials are taken a few at a time, so that memory does not grow with them.
         """
+        self._check(tokens)
         members = zip(
             self.parameters.split(MEMBERS_AT_ONCE), tokens.split(MEMBERS_AT_ONCE), strict=True
         )
@@ -145,6 +147,7 @@ class Population:
 
     def step(self, batch: Batch) -> Float[Tensor, " member"]:
         """One update of every member on its own examples; returns each mean loss, in nats."""
+        self._check(batch.tokens)
         parts = [
             _losses_and_gradients(self._logits, self.layout, *part)
             for part in zip(
@@ -157,6 +160,16 @@ class Population:
         losses, gradients = (torch.cat(results) for results in zip(*parts, strict=True))
         update_parameters(self.optimizer, self.parameters, gradients, self.state)
         return losses
+
+    def _check(self, tokens: Int[Tensor, "member trial pos"]) -> None:
+        if len(tokens) != len(self):
+            raise HysteresisError(f"prompts for {len(tokens)} members, but {len(self)} members")
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < 0 or most >= self.config.d_vocab:
+            raise HysteresisError(
+                f"tokens run from {least} to {most}: a vocabulary of {self.config.d_vocab} has "
+                f"0 to {self.config.d_vocab - 1}"
+            )
 
     def _logits(
         self, parameters: Mapping[str, Tensor], tokens: Int[Tensor, "member trial pos"]

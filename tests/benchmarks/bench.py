@@ -55,7 +55,11 @@ def training() -> None:
 
     def plain() -> Callable[[], None]:
         model = build_model(shape, seed=0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=config.optimizer.learning_rate,
+            weight_decay=config.optimizer.weight_decay,
+        )
         batches = [plan.batch(u, task=task, seed=0, batch_size=size) for u in range(UPDATES)]
 
         def run() -> None:
