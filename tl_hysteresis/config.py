@@ -160,7 +160,7 @@ class _OptimizerSettings(Settings):
     learning_rate: Positive = 1e-3
     """Step size (open)."""
     weight_decay: NonNegative = 0.0
-    """Weight decay on every parameter, as an L2 term of the loss."""
+    """Weight decay on every parameter: decoupled in adamw, an L2 term in adam and sgd (open)."""
     batch_size: Count = 128
     """Trials in an update (open)."""
 
@@ -179,8 +179,6 @@ class AdamWConfig(_AdamSettings):
 
     name: Literal["adamw"] = "adamw"
     """Which optimizer."""
-    weight_decay: NonNegative = 0.1
-    """Weight decay on every parameter, decoupled from the gradient (open)."""
 
 
 class AdamConfig(_AdamSettings):
