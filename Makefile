@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# More options for pip, such as another index for torch.
+PIP_FLAGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@if [ -e $(INSTALLING) ]; then find $(VENV) -mindepth 1 ! -path $(INSTALLING) -delete; fi
 	@touch $(INSTALLING)
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks,cluster]'
+	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev,notebooks,cluster]'
 	@touch $(INSTALLING) && mv $(INSTALLING) $@
 
 install: $(INSTALLED) ## make the environment, from the versions in constraints.txt

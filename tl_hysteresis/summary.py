@@ -16,6 +16,7 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
     anchors, first = result.table("anchors").round(3), result.config.relaxation.measure_at[0]
     n_trials = result.config.measurement.conflict_trials
     mark = f", {n_trials} held-out conflict trials a seed" + quick_mark(result)
+    patched = f", {result.config.measurement.patching_trials} of them{quick_mark(result)}"
     gaps, replaced = result.gaps(), result.replacement()
     replaced = replaced[replaced["relaxation"] == first]
     routes = result.routes().groupby(["relaxation", "corruption"], sort=False)
@@ -51,7 +52,7 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
                 ],
             }
         ),
-        f"Routes, below against above, mean (least, most) over seeds{mark}": pd.DataFrame(
+        f"Routes, below against above, mean (least, most) over seeds{patched}": pd.DataFrame(
             [
                 {
                     "updates": relaxation,
