@@ -60,11 +60,11 @@ def command(*arguments: object) -> Answer:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """The content of every file under a folder, by relative path."""
+    """The content of every file under a folder but its lock, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.name != ".lock"
     }
 
 

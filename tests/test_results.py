@@ -410,7 +410,9 @@ class TestWarnings:
         assert caveats(six_seeds(tmp_path)) == []
 
     def test_incomplete(self, tmp_path: Path) -> None:
-        assert caveats(six_seeds(tmp_path, finished=False)) == ["the run is not complete"]
+        assert caveats(six_seeds(tmp_path, finished=False)) == [
+            f"the run is not complete: tl-hysteresis resume {tmp_path / 'run'}"
+        ]
 
     def test_quick(self, tmp_path: Path) -> None:
         (warning,) = caveats(six_seeds(tmp_path, quick=True))

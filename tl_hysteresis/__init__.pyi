@@ -27,6 +27,7 @@ from .results import StudyResult as StudyResult
 from .results import load_study as load_study
 from .routes import RouteMap as RouteMap
 from .routes import compare_routes as compare_routes
+from .routes import replacement_margins as replacement_margins
 from .routes import route_map as route_map
 from .schedules import Matching as Matching
 from .schedules import Plan as Plan

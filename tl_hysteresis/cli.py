@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +39,24 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="A reduced run in under a minute, marked as such.")
 ]
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from tl_hysteresis import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Does the path by which training reached a data mixture leave a trace in the model?"""
 
 
 @app.command()
@@ -142,6 +161,9 @@ def main() -> None:
     except HysteresisError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except (OSError, MemoryError, OverflowError) as error:
+        typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        sys.exit(2)
 
 
 def _with_flags(
@@ -164,7 +186,11 @@ def _resumable(folder: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         begun = (folder / "manifest.json").exists()
-        hint = f"; go on with: tl-hysteresis resume {folder}" if begun else " before the run began"
+        hint = (
+            f"; go on with: tl-hysteresis resume {quote(str(folder))}"
+            if begun
+            else " before the run began"
+        )
         typer.echo(f"\nstopped{hint}", err=True)
         raise typer.Exit(130) from None
 
@@ -174,21 +200,27 @@ def _print_study(result: StudyResult) -> None:
     from pandas.api.types import is_numeric_dtype
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    from tl_hysteresis.summary import caveats, summary
+    from tl_hysteresis.summary import caveats, compare_with_paper, quick_mark, summary
 
-    console = Console(soft_wrap=False)
+    console = Console(markup=False, highlight=False)
     for title, frame in summary(result).items():
         table = Table(title=title, title_justify="left", title_style="bold")
         for column in frame.columns:
             numeric = is_numeric_dtype(frame[column])
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in frame.astype(object).itertuples(index=False):
-            table.add_row(*map(_cell, row))
+            table.add_row(*(Text(_cell(value)) for value in row))
         console.print(table)
+    if result.folder.complete:
+        console.print(f"Beside the paper{quick_mark(result)}", style="bold")
+        for row in compare_with_paper(result).itertuples():
+            console.print(f"\n{row.quantity}\n  paper   {row.paper}\n  here    {row.here}")
+            console.print(f"  agrees  {row.agrees} (yes: {row.rule})")
     for warning in caveats(result):
-        console.print(f"warning: {warning}", style="bold red", highlight=False)
-    console.print(f"tables and checkpoints: {result.folder.path}", highlight=False)
+        console.print(f"\nwarning: {warning}", style="bold red")
+    print(f"\ntables and checkpoints: {result.folder.path}")
 
 
 def _print_markdown(result: StudyResult) -> None:
@@ -209,4 +241,6 @@ def _print_markdown(result: StudyResult) -> None:
 
 
 def _cell(value: Any) -> str:
+    if value is None or value != value or str(value) == "<NA>":
+        return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -12,7 +12,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -26,7 +26,7 @@ from pydantic import (
 
 from tl_hysteresis.errors import HysteresisError
 
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**8)]
 # `strict=False` lets a list stand for a tuple, as in TOML and JSON; the items stay strict.
 Naturals = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what torch and TOML can hold
@@ -316,7 +316,8 @@ less than or equal to 0.5
     checkpoint_every: Count = 500
     """Updates between two saved states; a killed run loses at most this many."""
     quick: bool = False
-    """A reduced run, for trying things out; marked as such wherever its numbers show."""
+    """Marks a reduced run, and its numbers wherever they show. `--quick` sets it, and reduces
+    seeds, updates and trials besides; by itself it changes nothing else."""
     task: AssociativeRecallConfig = AssociativeRecallConfig()
     model: ModelConfig = ModelConfig()
     optimizer: Annotated[OptimizerConfig, Field(discriminator="name")] = AdamWConfig()
@@ -415,7 +416,7 @@ less than or equal to 0.5
             HysteresisError: a file that cannot be read, is not TOML, or holds bad settings.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise HysteresisError(f"cannot read the config {path}: {error}") from None
         try:
@@ -428,7 +429,11 @@ less than or equal to 0.5
         tables = [(name, value) for name, value in self if isinstance(value, Settings)]
         top = _toml_table(self, skip={name for name, _ in tables})
         parts = [top, *(f"[{name}]\n{_toml_table(value)}" for name, value in tables)]
-        return "\n".join(parts)
+        head = (
+            "# (open): the paper leaves this setting open.\n"
+            '# optimizer.name = "sgd" has momentum in the place of beta1, beta2 and eps.\n'
+        )
+        return "\n".join([head, *parts])
 
 
 def _toml_table(settings: Settings, skip: set[str] | None = None) -> str:
@@ -440,6 +445,9 @@ def _toml_table(settings: Settings, skip: set[str] | None = None) -> str:
             continue
         value = getattr(settings, name)
         meaning = " ".join((fields[name].description or "").split())
+        choices = get_args(fields[name].annotation)
+        if len(choices) > 1 and all(isinstance(choice, str) for choice in choices):
+            meaning += f" One of: {', '.join(choices)}."
         lines.append(f"# {meaning}")
         lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n"

@@ -241,6 +241,12 @@ def read_activations(
     absent = names - set(cache.keys())
     if absent:
         raise HysteresisError(f"hooks that never fired: {', '.join(sorted(absent))}")
+    for name in sorted(names):
+        if cache[name].shape[:2] != trials.tokens.shape:
+            raise HysteresisError(
+                f"the activation at {name} is {tuple(cache[name].shape)}: it does not begin with "
+                "trial and position"
+            )
     return dict(cache.items())
 
 

@@ -60,6 +60,8 @@ def build_model(config: HookedTransformerConfig, *, seed: int) -> HookedTransfor
         >>> sum(p.numel() for p in build_model(config, seed=0).parameters())
         72288
     """
+    if not isinstance(seed, int) or seed < 0:
+        raise HysteresisError(f"seed = {seed!r}: a whole number, 0 or more")
     # A copy: TransformerLens's models change their config, and a seed in it would overrule ours.
     config = dataclasses.replace(config, seed=None)
     with _own_generators(seed), warnings.catch_warnings():

@@ -218,8 +218,13 @@ def load_study(path: Path | str) -> StudyResult:
     Raises:
         HysteresisError: a folder that is not a run, or holds a damaged file.
     """
-    folder = RunFolder.open(path)
-    folder.verify()
+    try:
+        folder = RunFolder.open(path)
+        folder.verify()
+    except HysteresisError:
+        # A run at work may have replaced a table between the two; what is damaged stays so.
+        folder = RunFolder.open(path)
+        folder.verify()
     return StudyResult(folder)
 
 

@@ -122,6 +122,8 @@ def route_map(
         HysteresisError: batches of different shape, or a corruption that leaves the margin as it is
             (no share can be taken of a difference of about zero).
     """
+    if clean.roles is None:
+        raise HysteresisError("these trials carry no roles, and a route map goes by roles")
     if clean.tokens.shape != corrupted.tokens.shape:
         raise HysteresisError(
             f"clean trials are {tuple(clean.tokens.shape)}, "
@@ -170,8 +172,10 @@ class RouteComparison:
     """Sites in each map."""
 
 
-def compare_routes(first: pd.DataFrame, second: pd.DataFrame) -> RouteComparison:
-    """Compare the effects of two route maps over the same sites.
+def compare_routes(
+    first: RouteMap | pd.DataFrame, second: RouteMap | pd.DataFrame
+) -> RouteComparison:
+    """Compare the effects of two route maps, or of their tables, over the same sites.
 
     Raises:
         HysteresisError: maps of different sites, fewer than three sites, or a constant map, whose
@@ -184,6 +188,7 @@ def compare_routes(first: pd.DataFrame, second: pd.DataFrame) -> RouteComparison
         >>> compare_routes(one, two)
         RouteComparison(topology=1.0, gain=2.0, n_sites=3)
     """
+    first, second = (x.table if isinstance(x, RouteMap) else x for x in (first, second))
     keys = ["layer", "point", "role"]
     both = first.merge(second, on=keys, suffixes=("_first", "_second"), validate="one_to_one")
     if not len(both) == len(first) == len(second):

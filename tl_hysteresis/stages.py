@@ -150,7 +150,11 @@ class Stages:
                         model = result.model(seed, branch, relaxation)
                         model.to(self.trials[seed].tokens.device, print_details=False)
                         labels = {"seed": seed, "branch": branch, "relaxation": relaxation}
-                        table = measure(model, seed)
+                        try:
+                            table = measure(model, seed)
+                        except HysteresisError as error:
+                            where = f"seed {seed}, {branch}, relaxation {relaxation}"
+                            raise HysteresisError(f"{stage} of {where}: {error}") from None
                         parts.append(pd.concat([pd.DataFrame(labels, table.index), table], axis=1))
                         bar.update()
                 self.run.write_table(stage, pd.concat(parts, ignore_index=True))

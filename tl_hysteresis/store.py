@@ -21,10 +21,11 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pandas as pd
@@ -75,7 +76,7 @@ class RunFolder:
 
     path: Path
     config: StudyConfig
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] = field(repr=False)
 
     @classmethod
     def create(cls, path: Path | str, config: StudyConfig, *, threads: int) -> RunFolder:
@@ -85,19 +86,14 @@ class RunFolder:
             HysteresisError: a path that exists, or a place that cannot be written.
         """
         path = Path(path)
-        if path.is_dir() and (path / MANIFEST).exists():
-            raise HysteresisError(
-                f"{path} holds a run already: continue it with `tl-hysteresis resume {path}`, "
-                "or choose another folder"
-            )
-        if path.exists() and not (path.is_dir() and _not_begun(path, config)):
-            raise HysteresisError(f"{path} exists and is not an empty folder: choose another one")
+        _refuse_what_is_there(path, config)
+        data = config.to_json().encode()
         run = cls(
             path,
             config,
             {
                 "format": FORMAT,
-                "config_hash": config.hash,
+                "config_hash": _sha256(data),
                 "versions": _versions(),
                 "machine": platform.machine(),
                 "threads": threads,
@@ -110,8 +106,11 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HysteresisError(f"cannot make the folder {path}: {error.strerror}") from None
-        _write(path / CONFIG, config.to_json().encode())
-        run._write_manifest()
+        with run.locked():
+            # Again, now that no other process can be beginning here.
+            _refuse_what_is_there(path, config)
+            _write(path / CONFIG, data)
+            run._write_manifest()
         return run
 
     @classmethod
@@ -137,14 +136,20 @@ class RunFolder:
                 raise HysteresisError(
                     f"{path / MANIFEST} is damaged: {name} = {manifest.get(name)!r}"
                 )
+        data = _read(path / CONFIG)
         try:
-            config = StudyConfig.from_json(_read(path / CONFIG).decode())
+            config = StudyConfig.from_json(data.decode())
         except (HysteresisError, UnicodeDecodeError) as error:
             raise HysteresisError(f"{path / CONFIG}: {error}") from None
-        if config.hash != manifest["config_hash"]:
+        if _sha256(data) != manifest["config_hash"]:
             raise HysteresisError(
                 f"{path / CONFIG} is not the config that this run began with: restore it, "
                 "or start another run"
+            )
+        if config.to_json().encode() != data:
+            raise HysteresisError(
+                f"{path} was written by a version of this program with other settings: "
+                "read it with that version"
             )
         return cls(path, config, manifest)
 
@@ -164,6 +169,11 @@ class RunFolder:
         Raises:
             HysteresisError: a package whose version differs from the one that began the run.
         """
+        if not self.is_of_this_source:
+            raise HysteresisError(
+                f"{self.path} was begun by another version of this program's source: "
+                "continue it with that version, or start again in another folder"
+            )
         for package, now in _versions().items():
             then = self.manifest["versions"].get(package)
             if then != now:
@@ -274,7 +284,10 @@ class RunFolder:
     def add_seconds(self, stage: str, seconds: float) -> None:
         """Add to the time that a stage has taken, in ``timings.json``."""
         path = self.path / TIMINGS
-        timings = _read_json(path) if path.exists() else {}
+        try:
+            timings = {name: float(value) for name, value in _read_json(path).items()}
+        except (HysteresisError, TypeError, ValueError):
+            timings = {}  # nothing depends on them
         timings[stage] = round(timings.get(stage, 0.0) + seconds, 3)
         _write(path, _json(timings))
 
@@ -356,12 +369,23 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _not_begun(path: Path, config: StudyConfig) -> bool:
-    """True for an empty folder, and for one where this run was killed before it had a manifest."""
-    left = {path / CONFIG, _temporary(path / CONFIG), _temporary(path / MANIFEST)}
-    if not left.issuperset(path.iterdir()):
-        return False
-    return not (path / CONFIG).exists() or _read(path / CONFIG) == config.to_json().encode()
+def _refuse_what_is_there(path: Path, config: StudyConfig) -> None:
+    """Let pass a new path, an empty folder, and what a run left that was killed as it began."""
+    if path.is_dir() and (path / MANIFEST).exists():
+        same = (path / CONFIG).is_file() and _read(path / CONFIG) == config.to_json().encode()
+        hint = f"continue it with `tl-hysteresis resume {quote(str(path))}`, or choose"
+        raise HysteresisError(
+            f"{path} holds a run already: {hint if same else 'one of other settings; choose'} "
+            "another folder"
+        )
+    if not path.exists():
+        return
+    left = {path / CONFIG, path / LOCK, _temporary(path / CONFIG), _temporary(path / MANIFEST)}
+    empty = path.is_dir() and left.issuperset(path.iterdir())
+    if empty and (path / CONFIG).exists():
+        empty = _read(path / CONFIG) == config.to_json().encode()
+    if not empty:
+        raise HysteresisError(f"{path} exists and is not an empty folder: choose another one")
 
 
 @contextmanager

@@ -61,6 +61,8 @@ def run_study(config: StudyConfig, folder: Path | str, *, progress: bool = False
         ...     list(result.gaps()["relaxation"])
         [0, 1]
     """
+    if not isinstance(config, StudyConfig):
+        raise HysteresisError(f"a study takes a StudyConfig, not {type(config).__name__}")
     device_of(config)
     threads = config.threads or torch.get_num_threads()
     run = RunFolder.create(folder, config, threads=threads)

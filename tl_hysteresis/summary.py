@@ -12,59 +12,68 @@ from tl_hysteresis.store import data_file
 
 
 def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
-    """The answers as short tables of text, by title; the numbers stand in the other methods."""
-    anchors, first = result.table("anchors").round(3), result.config.relaxation.measure_at[0]
-    n_trials = result.config.measurement.conflict_trials
-    mark = f", {n_trials} held-out conflict trials a seed" + quick_mark(result)
-    patched = f", {result.config.measurement.patching_trials} of them{quick_mark(result)}"
-    gaps, replaced = result.gaps(), result.replacement()
-    replaced = replaced[replaced["relaxation"] == first]
-    routes = result.routes().groupby(["relaxation", "corruption"], sort=False)
-    return {
-        f"Anchors{mark}": anchors,
-        f"Gap in margin, below minus above, in logits{mark}": pd.DataFrame(
+    """The answers as short tables of text, by title; of an unfinished run, those that there are."""
+    measurement, first = result.config.measurement, result.config.relaxation.measure_at[0]
+    mark = f", {measurement.conflict_trials} held-out conflict trials a seed{quick_mark(result)}"
+    patched = f", {measurement.patching_trials} of them{quick_mark(result)}"
+    tables = {f"Anchors{mark}": result.table("anchors").round(3)}
+    if result.folder.has("tables/relaxation.csv"):
+        gaps = result.gaps()
+        tables[f"Gap in margin, below minus above, in logits{mark}"] = pd.DataFrame(
             {
                 "updates": gaps["relaxation"],
-                "mean over seeds [95 % t]": [
-                    f"{row.gap:+.4f} [{row.t_low:+.4f}, {row.t_high:+.4f}]"
-                    for row in gaps.itertuples()
-                ],
-                "95 % bootstrap": [
-                    f"[{row.bootstrap_low:+.4f}, {row.bootstrap_high:+.4f}]"
-                    for row in gaps.itertuples()
-                ],
+                "mean over seeds [95 % t]": _intervals(gaps, "gap", "t_low", "t_high"),
+                "95 % bootstrap": _bounds(gaps, "bootstrap_low", "bootstrap_high"),
                 "positive": [f"{row.n_positive} of {row.n}" for row in gaps.itertuples()],
                 "p (smallest)": [
                     f"{row.p:.4g} ({row.smallest_p:.4g})" for row in gaps.itertuples()
                 ],
             }
-        ),
-        f"Mean replacement at the query, {first} updates after the loop{mark}": pd.DataFrame(
-            {
-                "component": replaced["component"],
-                "gap left [95 % t], logits": [
-                    f"{row.gap:+.4f} [{row.gap_low:+.4f}, {row.gap_high:+.4f}]"
-                    for row in replaced.itertuples()
-                ],
-                "share of the gap removed [95 %]": [
-                    _share(*bounds)
-                    for bounds in replaced[["share", "share_low", "share_high"]].to_numpy()
-                ],
-            }
-        ),
-        f"Routes, below against above, mean (least, most) over seeds{patched}": pd.DataFrame(
-            [
+        )
+    if result.folder.has("tables/replacement.csv"):
+        replaced = result.replacement()
+        replaced = replaced[replaced["relaxation"] == first]
+        tables[f"Mean replacement at the query, {first} updates after the loop{mark}"] = (
+            pd.DataFrame(
                 {
-                    "updates": relaxation,
-                    "corruption": corruption,
-                    "topology (correlation)": _spread(part["topology"], 5),
-                    "gain (slope)": _spread(part["gain"], 3),
+                    "component": replaced["component"],
+                    "gap left [95 % t]": _intervals(replaced, "gap", "gap_low", "gap_high"),
+                    "share of the gap removed [95 %]": [
+                        _share(*bounds)
+                        for bounds in replaced[["share", "share_low", "share_high"]].to_numpy()
+                    ],
                 }
-                for (relaxation, corruption), part in routes
-            ]
-        ),
-        f"Beside the paper{quick_mark(result)}": compare_with_paper(result),
-    }
+            )
+        )
+    if result.folder.has("tables/routes.csv"):
+        routes = result.routes().groupby(["relaxation", "corruption"], sort=False)
+        tables[f"Routes, below against above, mean (least, most) over seeds{patched}"] = (
+            pd.DataFrame(
+                [
+                    {
+                        "updates": relaxation,
+                        "corruption": corruption,
+                        "topology (correlation)": _spread(part["topology"], 5),
+                        "gain (slope)": _spread(part["gain"], 3),
+                    }
+                    for (relaxation, corruption), part in routes
+                ]
+            )
+        )
+    return tables
+
+
+def _intervals(table: pd.DataFrame, estimate: str, low: str, high: str) -> list[str]:
+    """Estimates with their intervals; a single seed has none."""
+    bounds = _bounds(table, low, high)
+    return [f"{value:+.4f} {bound}" for value, bound in zip(table[estimate], bounds, strict=True)]
+
+
+def _bounds(table: pd.DataFrame, low: str, high: str) -> list[str]:
+    return [
+        "(one seed)" if math.isnan(a) else f"[{a:+.4f}, {b:+.4f}]"
+        for a, b in table[[low, high]].to_numpy()
+    ]
 
 
 def quick_mark(result: StudyResult) -> str:
@@ -76,7 +85,7 @@ def caveats(result: StudyResult) -> list[str]:
     """What a reader must know before trusting these numbers."""
     found = []
     if not result.folder.complete:
-        found.append("the run is not complete")
+        found.append(f"the run is not complete: tl-hysteresis resume {result.folder.path}")
     if result.config.quick:
         found.append("a quick run: fewer updates, seeds and trials than the study; not a result")
     if not result.folder.is_of_this_source:

@@ -82,6 +82,10 @@ class Trials:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def __repr__(self) -> str:
+        n_conflict = int(self.conflict.sum())
+        return f"Trials({len(self)} of {self.tokens.shape[1]} tokens, {n_conflict} in conflict)"
+
     @property
     def conflict(self) -> Bool[Tensor, " trial"]:
         """True where the two answers differ."""
@@ -293,7 +297,19 @@ def draw(task: Task, n: int, *, seed: int, stream: str, index: int) -> Trials:
         >>> torch.equal(a.tokens, b.tokens)
         True
     """
-    return task.sample(n, seed=seed, rng=generator(seed, stream, index))
+    trials = task.sample(n, seed=seed, rng=generator(seed, stream, index))
+    if not isinstance(trials, Trials):
+        raise HysteresisError(f"sample() gave {type(trials).__name__}, not Trials")
+    expected, tokens = (n, task.n_ctx), trials.tokens
+    if tuple(tokens.shape) != expected or tokens.dtype != torch.int64:
+        raise HysteresisError(
+            f"sample() gave tokens {tuple(tokens.shape)} of {tokens.dtype}; "
+            f"{n} prompts of n_ctx = {task.n_ctx} need {expected} of torch.int64"
+        )
+    largest = max(int(x.max()) for x in (tokens, trials.contextual, trials.fixed)) if n else 0
+    if largest >= task.d_vocab:
+        raise HysteresisError(f"sample() gave token {largest}; d_vocab is {task.d_vocab}")
+    return trials
 
 
 def draw_conflict(task: Task, n: int, *, seed: int, stream: str) -> Trials:
@@ -314,7 +330,7 @@ def draw_conflict(task: Task, n: int, *, seed: int, stream: str) -> Trials:
         if sum(map(len, kept)) >= n:
             return concatenate(kept).select(slice(n))
     raise HysteresisError(
-        f"only {sum(map(len, kept))} of {100 * n} trials of {task} are conflict trials, "
+        f"only {sum(map(len, kept))} of {100 * n} trials are conflict trials, "
         f"{n} are needed: the two rules hardly ever disagree"
     )
 
@@ -404,6 +420,8 @@ def labelled_batch(
         >>> torch.equal(low.tokens, high.tokens)
         True
     """
+    if not 0.0 <= mixture <= 1.0:
+        raise HysteresisError(f"mixture = {mixture}: a probability lies in [0, 1]")
     trials = draw(task, n, seed=seed, stream=stream, index=index)
     rng = generator(seed, f"{stream}/coins", index)
     coins = rng.random(n) if labels == "independent" else (rng.permutation(n) + rng.random()) / n

@@ -7,6 +7,7 @@ diverges touches no other.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,12 @@ class Population:
     optimizer: OptimizerConfig
     state: OptimizerState
 
+    def __repr__(self) -> str:
+        return (
+            f"Population({len(self)} members of {self.layout.size} parameters, "
+            f"{self.optimizer.name}, {self.state['step'].tolist()} updates)"
+        )
+
     @classmethod
     def build(
         cls, config: HookedTransformerConfig, optimizer: OptimizerConfig, *, seeds: Sequence[int]
@@ -79,6 +86,12 @@ class Population:
         """
         if not models:
             raise HysteresisError("a population needs at least one model")
+        alike = [_plain(model) == _plain(models[0]) for model in models]
+        if not all(alike):
+            raise HysteresisError(
+                f"model {alike.index(False)} has another config than model 0: "
+                "the members of a population compute the same function of their parameters"
+            )
         _keep_freed_memory()
         layout, parameters = stack_parameters(models)
         state = initial_state(optimizer, parameters)
@@ -225,6 +238,8 @@ def train(
         raise HysteresisError(
             f"{len(population)} members need as many plans ({len(plans)}) and seeds ({len(seeds)})"
         )
+    if plans and not 0 <= start <= len(plans[0]):
+        raise HysteresisError(f"start = {start}: the plans have updates 0 to {len(plans[0])}")
     if len({len(plan) for plan in plans}) > 1:
         raise HysteresisError(f"plans of different lengths: {sorted({len(p) for p in plans})}")
     device, batch_size = population.parameters.device, population.optimizer.batch_size
@@ -238,6 +253,11 @@ def train(
         losses = population.step(batch.to(device))
         if after_update is not None:
             after_update(update + 1, losses)
+
+
+def _plain(model: HookedTransformer) -> HookedTransformerConfig:
+    """A model's config without the seed of its initial weights."""
+    return dataclasses.replace(model.cfg, seed=None)
 
 
 def _keep_freed_memory() -> None:
