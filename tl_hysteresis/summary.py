@@ -167,10 +167,12 @@ def _share_row(result: StudyResult, stated: float) -> Row:
     table = result.replacement()
     row = table[(table["relaxation"] == 0) & (table["component"] == "all heads")].iloc[0]
     low, high = float(row["share_low"]), float(row["share_high"])
-    if math.isnan(low) or low <= 0.0 <= high:
+    if math.isnan(low):
         agrees = "undecided"
+    elif not low <= stated <= high:
+        agrees = "no"
     else:
-        agrees = "yes" if low <= stated <= high else "no"
+        agrees = "undecided" if low <= 0.0 <= high else "yes"
     return (
         "share of the gap at 0 removed by mean replacement of all heads at the query",
         f"{stated:.1%}",
