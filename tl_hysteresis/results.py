@@ -231,16 +231,19 @@ def load_study(path: Path | str) -> StudyResult:
 def mean_or_value(values: pd.Series) -> Interval:
     """The t interval over seeds; for a single seed its value, with bounds that are NaN."""
     if len(values) == 1:
-        return Interval(float(values.iloc[0]), float("nan"), float("nan"), 0.95, "t", 1)
+        return _without_bounds(float(values.iloc[0]), "t", 1)
     return mean_interval(values)
+
+
+def _without_bounds(estimate: float, method: str, n: int) -> Interval:
+    return Interval(estimate, math.nan, math.nan, 0.95, method, n)
 
 
 def _ratio(numerator: pd.Series, denominator: pd.Series) -> Interval:
     if denominator.mean() == 0.0:
-        return Interval(math.nan, math.nan, math.nan, 0.95, "Fieller", len(numerator))
+        return _without_bounds(math.nan, "Fieller", len(numerator))
     if len(numerator) == 1:
-        ratio = float(numerator.iloc[0] / denominator.iloc[0])
-        return Interval(ratio, float("nan"), float("nan"), 0.95, "Fieller", 1)
+        return _without_bounds(float(numerator.iloc[0] / denominator.iloc[0]), "Fieller", 1)
     return ratio_interval(numerator, denominator)
 
 

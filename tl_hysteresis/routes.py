@@ -65,11 +65,12 @@ def replacement_margins(
         One row for the intact model and for each of `components`: `component`, `margin` (logits).
     """
     parts = components(model)
-    reference = mean_reference(model, trials, parts["all heads"] + _mlps(model), role=role)
+    sites = list(dict.fromkeys(site for part in parts.values() for site in part))
+    reference = mean_reference(model, trials, sites, role=role)
     starts = _layer_inputs(model, trials)
     margins = {INTACT: _margin(model, trials, [], starts)}
-    for name, sites in parts.items():
-        hooks = mean_replacement(sites, reference, trials)
+    for name, part in parts.items():
+        hooks = mean_replacement(part, reference, trials)
         margins[name] = _margin(model, trials, hooks, starts)
     return pd.DataFrame(
         {
@@ -204,10 +205,6 @@ def compare_routes(
     return RouteComparison(
         topology=float(np.corrcoef(a, b)[0, 1]), gain=float(a @ b / (b @ b)), n_sites=len(both)
     )
-
-
-def _mlps(model: HookedTransformer) -> list[Site]:
-    return [] if model.cfg.attn_only else [mlp_site(layer) for layer in range(model.cfg.n_layers)]
 
 
 def _layer_inputs(

@@ -15,7 +15,7 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
     """The answers as short tables of text, by title; of an unfinished run, those that there are."""
     measurement, first = result.config.measurement, result.config.relaxation.measure_at[0]
     mark = f", {measurement.conflict_trials} held-out conflict trials a seed{quick_mark(result)}"
-    patched = f", {measurement.patching_trials} of them{quick_mark(result)}"
+    patched = f", {measurement.patching_trials} of these trials{quick_mark(result)}"
     tables = {f"Anchors{mark}": result.table("anchors").round(3)}
     if result.folder.has("tables/relaxation.csv"):
         gaps = result.gaps()

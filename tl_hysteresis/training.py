@@ -86,7 +86,8 @@ class Population:
         """
         if not models:
             raise HysteresisError("a population needs at least one model")
-        alike = [_plain(model) == _plain(models[0]) for model in models]
+        first = _plain(models[0])
+        alike = [_plain(model) == first for model in models]
         if not all(alike):
             raise HysteresisError(
                 f"model {alike.index(False)} has another config than model 0: "
@@ -146,17 +147,14 @@ class Population:
         Members and trials are taken a few at a time, so that memory does not grow with them.
         """
         self._check(tokens)
-        members = zip(
+        groups = []
+        for parameters, prompts in zip(
             self.parameters.split(MEMBERS_AT_ONCE), tokens.split(MEMBERS_AT_ONCE), strict=True
-        )
-        return torch.cat(
-            [
-                torch.cat(
-                    [self._logits(self.layout.split(parameters), part) for part in trials], dim=1
-                )
-                for parameters, trials in ((p, t.split(chunk, dim=1)) for p, t in members)
-            ]
-        )
+        ):
+            named = self.layout.split(parameters)
+            parts = [self._logits(named, part) for part in prompts.split(chunk, dim=1)]
+            groups.append(torch.cat(parts, dim=1))
+        return torch.cat(groups)
 
     def step(self, batch: Batch) -> Float[Tensor, " member"]:
         """One update of every member on its own examples; returns each mean loss, in nats."""
