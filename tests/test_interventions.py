@@ -8,17 +8,14 @@ from transformer_lens import HookedTransformer
 from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import (
-    Site,
-    head_sites,
     intervene,
-    mean_reference,
-    mean_replacement,
-    mlp_site,
     overwrite,
     patch_activations,
     read_activations,
 )
 from tl_hysteresis.models import build_model, hooked_config
+from tl_hysteresis.replacement import mean_reference, mean_replacement
+from tl_hysteresis.sites import Site, head_sites, mlp_site
 from tl_hysteresis.tasks import AssociativeRecall, Trials, draw
 
 TASK = AssociativeRecall(n_keys=6, n_values=8, n_pairs=3)
@@ -50,7 +47,7 @@ def test_mean_replacement_equals_a_hook_written_by_hand(model: HookedTransformer
 
     expected = model.run_with_hooks(TRIALS.tokens, fwd_hooks=[(site.name, by_hand)])
     reference = mean_reference(model, TRIALS, [site])
-    with intervene(model, mean_replacement([site], reference, TRIALS)):
+    with intervene(model, mean_replacement([site], reference, TRIALS, role="query")):
         found = model(TRIALS.tokens)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0.0)
 
@@ -61,7 +58,7 @@ def test_replacing_everything_at_the_query_leaves_only_the_query_token(
     """With no head and no MLP free to vary, trials with the same query get the same logits."""
     sites = all_sites(model)
     reference = mean_reference(model, TRIALS, sites)
-    with intervene(model, mean_replacement(sites, reference, TRIALS)):
+    with intervene(model, mean_replacement(sites, reference, TRIALS, role="query")):
         logits = model(TRIALS.tokens)[:, -1]
     query = TRIALS.tokens[:, -1]
     for token in query.unique():
@@ -73,7 +70,7 @@ def test_a_mean_over_one_trial_changes_nothing(model: HookedTransformer) -> None
     one = TRIALS.select(slice(1))
     sites = all_sites(model)
     reference = mean_reference(model, one, sites)
-    hooks = mean_replacement(sites, reference, one)
+    hooks = mean_replacement(sites, reference, one, role="query")
     with intervene(model, hooks):
         replaced = model(one.tokens)
     torch.testing.assert_close(replaced, model(one.tokens), atol=1e-6, rtol=0.0)
@@ -106,6 +103,7 @@ def test_other_positions_and_heads_stay(model: HookedTransformer) -> None:
     before = torch.randn(12, TASK.n_ctx, 2, 8)
     kept = before.clone()
     after = write(before, model.hook_dict[name])
+    assert after is not None
     assert torch.equal(before, kept), "a hook must not edit in place"
     assert (after[:, -1, 0] == 7.0).all()
     assert torch.equal(after[:, -1, 1], before[:, -1, 1])
@@ -121,7 +119,7 @@ def test_hooks_are_gone_afterwards_and_the_callers_stay(model: HookedTransformer
     model.add_hook("blocks.0.hook_mlp_out", lambda act, hook: seen.append(str(hook.name)))
     before = hooks_of(model)
     reference = mean_reference(model, TRIALS, [mlp_site(0)])
-    hooks = mean_replacement([mlp_site(0)], reference, TRIALS)
+    hooks = mean_replacement([mlp_site(0)], reference, TRIALS, role="query")
     with intervene(model, hooks):
         with intervene(model, hooks):
             model(TRIALS.tokens)
@@ -162,12 +160,12 @@ def test_bad_sites_and_shapes_are_named(model: HookedTransformer) -> None:
         mean_reference(model, TRIALS, [Site("blocks.0.attn.hook_z", head=5)])
     with pytest.raises(HysteresisError, match="has no head axis"):
         mean_reference(model, TRIALS, [Site("blocks.0.hook_mlp_out", head=0)])
-    with pytest.raises(HysteresisError, match="no role 'subject'"):
-        mean_reference(model, TRIALS, [mlp_site(0)], role="subject")
-    with pytest.raises(HysteresisError, match="carry no roles"):
-        mean_reference(model, some_trials(), [mlp_site(0)])
     reference = mean_reference(model, TRIALS, [mlp_site(0)])
-    with pytest.raises(HysteresisError, match="no mean of .*blocks.1"):
+    with pytest.raises(HysteresisError, match="no role 'subject'"):
+        mean_replacement([mlp_site(0)], reference, TRIALS, role="subject")
+    with pytest.raises(HysteresisError, match="carry no roles"):
+        mean_reference(model, some_trials(), [mlp_site(0)], by="role")
+    with pytest.raises(HysteresisError, match="no value of .*blocks.1"):
         mean_replacement([mlp_site(1)], reference, TRIALS)
     with pytest.raises(HysteresisError, match="no activation of 'blocks.1.hook_mlp_out'"):
         patch_activations([mlp_site(1)], {}, positions=QUERY)

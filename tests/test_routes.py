@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformer_lens import HookedTransformer, patching
 
+from tl_hysteresis.comparison import compare_routes
 from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
-from tl_hysteresis.routes import compare_routes, components, replacement_margins, route_map
+from tl_hysteresis.routes import components, replacement_margins, route_map
 from tl_hysteresis.tasks import AssociativeRecall, Trials, draw_conflict, generator
 
 TASK = AssociativeRecall(n_keys=6, n_values=8, n_pairs=3)
@@ -83,8 +84,8 @@ def test_shares_and_baselines() -> None:
     found = route_map(model, CLEAN, corrupted)
     clean = logit_margin(model(CLEAN.tokens), CLEAN).mean().item()
     bad = logit_margin(model(corrupted.tokens), CLEAN).mean().item()
-    assert found.clean == pytest.approx(clean, abs=1e-6)
-    assert found.corrupted == pytest.approx(bad, abs=1e-6)
+    assert found.clean.mean().item() == pytest.approx(clean, abs=1e-6)
+    assert found.corrupted.mean().item() == pytest.approx(bad, abs=1e-6)
     np.testing.assert_allclose(found.table["share"], found.table["effect"] / (clean - bad), 1e-4)
     by_site = found.table.set_index(["layer", "point", "role"])["share"]
     # The corruption changes the matched value alone, and the answer is read at the query alone.
@@ -104,7 +105,7 @@ def test_points_and_roles_can_be_chosen() -> None:
 
 def test_refusals() -> None:
     model = a_model()
-    with pytest.raises(HysteresisError, match="effects have no scale"):
+    with pytest.raises(HysteresisError, match="effects have no scale; shares=False"):
         route_map(model, CLEAN, CLEAN)
     with pytest.raises(HysteresisError, match="must match trial by trial"):
         route_map(model, CLEAN, corrupt().select(slice(5)))

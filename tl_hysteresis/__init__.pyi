@@ -1,3 +1,8 @@
+from .comparison import Agreement as Agreement
+from .comparison import RouteComparison as RouteComparison
+from .comparison import agreement as agreement
+from .comparison import compare_routes as compare_routes
+from .comparison import compare_seeds as compare_seeds
 from .config import AdamConfig as AdamConfig
 from .config import AdamWConfig as AdamWConfig
 from .config import AnchorConfig as AnchorConfig
@@ -9,24 +14,29 @@ from .config import ScheduleConfig as ScheduleConfig
 from .config import SGDConfig as SGDConfig
 from .config import StudyConfig as StudyConfig
 from .errors import HysteresisError as HysteresisError
-from .interventions import MeanReference as MeanReference
-from .interventions import Site as Site
-from .interventions import head_sites as head_sites
 from .interventions import intervene as intervene
-from .interventions import mean_reference as mean_reference
-from .interventions import mean_replacement as mean_replacement
-from .interventions import mlp_site as mlp_site
 from .interventions import patch_activations as patch_activations
+from .interventions import read_activations as read_activations
 from .measures import Behaviour as Behaviour
 from .measures import behaviour as behaviour
 from .measures import entropy_floor as entropy_floor
 from .measures import logit_margin as logit_margin
 from .models import build_model as build_model
 from .models import hooked_config as hooked_config
+from .paths import PathMap as PathMap
+from .paths import path_map as path_map
+from .readouts import LogitAttribution as LogitAttribution
+from .readouts import direct_logit_attribution as direct_logit_attribution
+from .readouts import head_scores as head_scores
+from .replacement import Reference as Reference
+from .replacement import mean_reference as mean_reference
+from .replacement import mean_replacement as mean_replacement
+from .replacement import resampled_reference as resampled_reference
+from .replacement import zero_reference as zero_reference
 from .results import StudyResult as StudyResult
 from .results import load_study as load_study
 from .routes import RouteMap as RouteMap
-from .routes import compare_routes as compare_routes
+from .routes import attribution_map as attribution_map
 from .routes import replacement_margins as replacement_margins
 from .routes import route_map as route_map
 from .schedules import Matching as Matching
@@ -34,6 +44,11 @@ from .schedules import Plan as Plan
 from .schedules import constant_plan as constant_plan
 from .schedules import matched_plans as matched_plans
 from .schedules import verify_matched as verify_matched
+from .sites import Site as Site
+from .sites import attention_site as attention_site
+from .sites import check_sites as check_sites
+from .sites import head_sites as head_sites
+from .sites import mlp_site as mlp_site
 from .statistics import Interval as Interval
 from .statistics import correlation_interval as correlation_interval
 from .statistics import equivalence_test as equivalence_test
@@ -52,6 +67,9 @@ from .tasks import draw_conflict as draw_conflict
 from .tasks import labelled_batch as labelled_batch
 from .training import Population as Population
 from .training import train as train
+from .transplants import transplant as transplant
+from .transplants import transplant_activations as transplant_activations
+from .transplants import transplant_weights as transplant_weights
 
 __all__: list[str]
 __version__: str

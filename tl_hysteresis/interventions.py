@@ -1,4 +1,4 @@
-"""Causal interventions as TransformerLens hook functions: mean replacement, activation patching.
+"""Causal interventions as TransformerLens hook functions.
 
 An intervention is a value, a list of `(hook name, hook function)`; several are composed by adding
 their lists. `intervene` installs them for the length of a `with` block, checks that each of them
@@ -10,61 +10,39 @@ place would reach into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import cast
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
-from transformer_lens import HookedTransformer
+from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
 from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.sites import (
+    HookedModel,
+    Site,
+    check_hook_point,
+    check_trials,
+    measuring,
+    refusals,
+)
 from tl_hysteresis.tasks import Trials
 
-Hook = tuple[str, Callable[[Tensor, HookPoint], Tensor]]
+Hook = tuple[str, Callable[[Tensor, HookPoint], Tensor | None]]
 """A hook name and a function of the activation there, as `model.hooks(fwd_hooks=...)` takes it."""
 
 
-@dataclass(frozen=True, order=True)
-class Site:
-    """A place in a model where an activation is read and written.
-
-    Attributes:
-        name: name of a hook point.
-        head: one head, where the activation has a head axis behind the position; None for all.
-
-    Example:
-        >>> Site("blocks.1.attn.hook_z", head=3)
-        Site(name='blocks.1.attn.hook_z', head=3)
-    """
-
-    name: str
-    head: int | None = None
-
-
-def head_sites(model: HookedTransformer, layer: int) -> list[Site]:
-    """The outputs of a layer's attention heads, one site a head.
-
-    A head's output is read at `hook_z`, before W_O: W_O is linear, so the mean of one is the mean
-    of the other, and no `use_attn_result` is needed.
-    """
-    return [Site(f"blocks.{layer}.attn.hook_z", head) for head in range(model.cfg.n_heads)]
-
-
-def mlp_site(layer: int) -> Site:
-    """The output of a layer's MLP."""
-    return Site(f"blocks.{layer}.hook_mlp_out")
-
-
 @contextmanager
-def intervene(model: HookedTransformer, hooks: Sequence[Hook]) -> Iterator[HookedTransformer]:
+def intervene(model: HookedModel, hooks: Sequence[Hook]) -> Iterator[HookedModel]:
     """Run a model under interventions; hooks that were there before stay, these go at the end.
 
     Raises:
-        HysteresisError: a hook point that the model does not have, or, at the end of the block, a
-            hook that never fired: it was skipped, and what was measured is not the intervention.
+        HysteresisError: a hook point that the model does not have; a write that the model would
+            ignore or apply by half; or, at the end of the block, a hook that never fired: it was
+            skipped, and what was measured is not the intervention.
 
     Example:
         >>> from tl_hysteresis.config import ModelConfig
@@ -79,15 +57,21 @@ def intervene(model: HookedTransformer, hooks: Sequence[Hook]) -> Iterator[Hooke
         tl_hysteresis.errors.HysteresisError: the model has no hook point 'blocks.0.hook_mlp_owt'
     """
     for name, _ in hooks:
-        _check_hook_point(model, name)
+        check_hook_point(model, name)
+    refused = refusals(model, {name for name, _ in hooks})
     silent = dict(enumerate(name for name, _ in hooks))
 
-    def counted(index: int, function: Callable[[Tensor, HookPoint], Tensor]) -> Hook:
-        def run(activation: Tensor, hook: HookPoint) -> Tensor:
-            silent.pop(index, None)
-            return function(activation, hook)
+    def counted(index: int, function: Callable[[Tensor, HookPoint], Tensor | None]) -> Hook:
+        name = hooks[index][0]
 
-        return hooks[index][0], run
+        def run(activation: Tensor, hook: HookPoint) -> Tensor | None:
+            silent.pop(index, None)
+            written = function(activation, hook)
+            if written is not None and name in refused:
+                raise HysteresisError(refused[name])
+            return written
+
+        return name, run
 
     installed = [counted(index, function) for index, (_, function) in enumerate(hooks)]
     with model.hooks(fwd_hooks=list(installed)):
@@ -96,80 +80,9 @@ def intervene(model: HookedTransformer, hooks: Sequence[Hook]) -> Iterator[Hooke
         raise HysteresisError(f"hooks that never fired: {', '.join(sorted(set(silent.values())))}")
 
 
-@dataclass(frozen=True, eq=False)
-class MeanReference:
-    """Mean activations to put in the place of the real ones.
-
-    Attributes:
-        values: mean of each site's activation.
-        role: the role of the positions that the means were taken over, and replace.
-        n_trials: how many trials they were taken over.
-    """
-
-    values: Mapping[Site, Tensor]
-    role: str
-    n_trials: int
-
-
-@torch.no_grad()
-def mean_reference(
-    model: HookedTransformer, trials: Trials, sites: Sequence[Site], *, role: str = "query"
-) -> MeanReference:
-    """Means, over trials, of this model's own activations at the positions of one role.
-
-    Raises:
-        HysteresisError: a site that the model does not have, or a role that no position has.
-
-    Source: the reference of Zuo (2026), "their mean over examples in that same checkpoint".
-    """
-    positions = trials.positions(role)
-    cache = read_activations(model, trials, {site.name for site in sites})
-    values = {
-        site: _at(cache[site.name], site)[positions].double().mean(dim=0).to(cache[site.name].dtype)
-        for site in sites
-    }
-    return MeanReference(values, role, len(trials))
-
-
-def mean_replacement(sites: Sequence[Site], reference: MeanReference, trials: Trials) -> list[Hook]:
-    """Hooks that replace the activations of all the given sites at once by their means.
-
-    They are replaced at the positions of the role that the means were taken over.
-
-    What varies between trials at these sites is gone, and with it any influence of the prompt
-    through them; their average effect stays.
-
-    Args:
-        sites: where to replace.
-        reference: the means, from `mean_reference`.
-        trials: the trials that will be run.
-
-    Raises:
-        HysteresisError: a site that the reference has no mean of, or a role that no position has.
-
-    Example:
-        >>> from tl_hysteresis.config import ModelConfig
-        >>> from tl_hysteresis.models import build_model, hooked_config
-        >>> from tl_hysteresis.tasks import AssociativeRecall, draw
-        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
-        >>> trials = draw(AssociativeRecall(), 8, seed=0, stream="example", index=0)
-        >>> heads = head_sites(model, layer=1)
-        >>> reference = mean_reference(model, trials, heads)
-        >>> hooks = mean_replacement(heads, reference, trials)
-        >>> with intervene(model, hooks):
-        ...     model(trials.tokens).shape
-        torch.Size([8, 17, 32])
-    """
-    missing = [site for site in sites if site not in reference.values]
-    if missing:
-        raise HysteresisError(f"the reference holds no mean of {missing[0]}")
-    positions = trials.positions(reference.role)
-    return [overwrite(site, reference.values[site], positions=positions) for site in sites]
-
-
 def patch_activations(
     sites: Sequence[Site],
-    source: Mapping[str, Tensor],
+    source: Mapping[str, Tensor] | ActivationCache,
     *,
     positions: Bool[Tensor, "trial pos"],
 ) -> list[Hook]:
@@ -180,15 +93,28 @@ def patch_activations(
     Args:
         sites: where to patch.
         source: activations of the other run by hook name, such as an `ActivationCache`.
-        positions: where in each trial.
+        positions: where in each trial; of an attention pattern, at which queries.
 
     Raises:
         HysteresisError: a site whose activation is not in `source`.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> clean, corrupted = torch.randint(32, (2, 8, 17))
+        >>> _, cache = model.run_with_cache(clean)
+        >>> everywhere = torch.ones(8, 17, dtype=torch.bool)
+        >>> site = Site("blocks.1.hook_resid_pre")
+        >>> with intervene(model, patch_activations([site], cache, positions=everywhere)):
+        ...     patched = model(corrupted)
+        >>> bool(torch.allclose(patched, model(clean)))
+        True
     """
     missing = [site for site in sites if site.name not in source]
     if missing:
         raise HysteresisError(f"the source run holds no activation of {missing[0].name!r}")
-    return [overwrite(site, _at(source[site.name], site), positions=positions) for site in sites]
+    return [overwrite(site, site.read(source[site.name]), positions=positions) for site in sites]
 
 
 def overwrite(site: Site, value: Tensor, *, positions: Bool[Tensor, "trial pos"]) -> Hook:
@@ -196,15 +122,17 @@ def overwrite(site: Site, value: Tensor, *, positions: Bool[Tensor, "trial pos"]
 
     Args:
         site: where.
-        value: `[*feature]`, the same for every trial and position, or `[trial, pos, *feature]`.
+        value: `[*feature]`, the same for every trial and position, or `[trial, pos, *feature]`,
+            as `Site.read` gives it.
         positions: where in each trial.
 
     Raises:
-        HysteresisError: when it runs, an activation of another shape than `positions` or `value`.
+        HysteresisError: when it runs, an activation of another shape than `positions` or `value`,
+            or of another type, or on another device, than `value`.
     """
 
     def write(activation: Tensor, hook: HookPoint) -> Tensor:
-        old = _at(activation, site)
+        old = site.read(activation)
         if old.shape[:2] != positions.shape:
             raise HysteresisError(
                 f"the activation at {site.name} is {tuple(activation.shape)}, "
@@ -215,56 +143,72 @@ def overwrite(site: Site, value: Tensor, *, positions: Bool[Tensor, "trial pos"]
                 f"a value of shape {tuple(value.shape)} cannot stand at {site}, "
                 f"whose activation is {tuple(old.shape)}"
             )
+        if (value.dtype, value.device) != (old.dtype, old.device):
+            raise HysteresisError(
+                f"a value of {value.dtype} on {value.device} cannot stand at {site}, "
+                f"whose activation is {old.dtype} on {old.device}"
+            )
         mask = positions.to(old.device).view(*positions.shape, *[1] * (old.ndim - 2))
-        new = torch.where(mask, value, old)
-        if site.head is None:
-            return new
         whole = activation.clone()
-        whole[:, :, site.head] = new
+        site.read(whole).copy_(torch.where(mask, value, old))
         return whole
 
     return site.name, write
 
 
+def overwrite_stream_between(
+    layer: int, value: Tensor, *, positions: Bool[Tensor, "trial pos"]
+) -> list[Hook]:
+    """Hooks that set `resid_mid` by what the attention adds, for models that half apply it.
+
+    The stream between attention and MLP is the layer's input plus the attention's output. Where a
+    model adds the two by itself and does not look at the hook, the output can be chosen instead.
+    """
+    entered: list[Tensor] = []
+
+    def remember(activation: Tensor, hook: HookPoint) -> None:
+        entered[:] = [activation]
+
+    def write(activation: Tensor, hook: HookPoint) -> Tensor:
+        return torch.where(positions[:, :, None], value - entered[0], activation)
+
+    return [
+        (f"blocks.{layer}.hook_resid_pre", remember),
+        (f"blocks.{layer}.hook_attn_out", write),
+    ]
+
+
 def read_activations(
-    model: HookedTransformer, trials: Trials, names: set[str]
-) -> Mapping[str, Tensor]:
-    """Activations of one run at the named hook points, as an `ActivationCache`.
+    model: HookedModel, trials: Trials, names: Collection[str]
+) -> dict[str, Tensor]:
+    """Activations of one run at the named hook points, without gradients, by hook name.
 
     Raises:
-        HysteresisError: a hook point that the model does not have.
+        HysteresisError: trials that the model cannot run, a hook point that it does not have, one
+            that does not fire, or one whose activation does not go by trial and position.
     """
+    return run_and_read(model, trials, names)[1]
+
+
+def run_and_read(
+    model: HookedModel, trials: Trials, names: Collection[str]
+) -> tuple[Float[Tensor, "trial pos d_vocab"], dict[str, Tensor]]:
+    """The logits of a run, and its activations as `read_activations` gives them."""
+    check_trials(model, trials)
     for name in sorted(names):
-        _check_hook_point(model, name)
-    with torch.no_grad():
-        _, cache = model.run_with_cache(trials.tokens, names_filter=lambda name: name in names)
-    absent = names - set(cache.keys())
+        check_hook_point(model, name)
+    wanted = set(names)
+    with measuring(model):
+        output, cache = model.run_with_cache(
+            trials.tokens, names_filter=lambda name: name in wanted
+        )
+    absent = wanted - set(cache.keys())
     if absent:
         raise HysteresisError(f"hooks that never fired: {', '.join(sorted(absent))}")
     for name in sorted(names):
-        if cache[name].shape[:2] != trials.tokens.shape:
+        if Site(name).read(cache[name]).shape[:2] != trials.tokens.shape:
             raise HysteresisError(
                 f"the activation at {name} is {tuple(cache[name].shape)}: it does not begin with "
                 "trial and position"
             )
-    return dict(cache.items())
-
-
-def _check_hook_point(model: HookedTransformer, name: str) -> None:
-    if name not in model.hook_dict:
-        raise HysteresisError(f"the model has no hook point {name!r}")
-
-
-def _at(activation: Tensor, site: Site) -> Tensor:
-    """The part of an activation that belongs to a site: `[trial, pos, *feature]`."""
-    if site.head is None:
-        return activation
-    if activation.ndim != 4:
-        raise HysteresisError(
-            f"the activation at {site.name} is {tuple(activation.shape)}: it has no head axis"
-        )
-    if not 0 <= site.head < activation.shape[2]:
-        raise HysteresisError(
-            f"there is no head {site.head} at {site.name}: it has {activation.shape[2]} heads"
-        )
-    return activation[:, :, site.head]
+    return cast(Tensor, output), {name: cache[name] for name in names}

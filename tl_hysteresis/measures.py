@@ -47,6 +47,9 @@ def logit_margin(
     _check(logits, trials)
     contextual = logits.gather(1, trials.contextual[:, None])[:, 0]
     fixed = logits.gather(1, trials.fixed[:, None])[:, 0]
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        # Their difference would be rounded once more, and to as few digits.
+        return contextual.float() - fixed.float()
     return contextual - fixed
 
 

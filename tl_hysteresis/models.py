@@ -6,6 +6,7 @@ The only file that constructs a `HookedTransformer`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,22 @@ def _own_generators(seed: int) -> Iterator[None]:
     finally:
         np.random.set_state(numpy_state)
         random.setstate(python_state)
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 of a model's parameters, with their names, types and shapes.
+
+    Example:
+        >>> config = hooked_config(ModelConfig(), d_vocab=32, n_ctx=17)
+        >>> fingerprint(build_model(config, seed=0)) == fingerprint(build_model(config, seed=0))
+        True
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        data = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(data.numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,18 @@ time. The unit of every interval and test is the seed.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 from transformer_lens import HookedTransformer, HookedTransformerConfig
 
+from tl_hysteresis.comparison import compare_routes
 from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.models import ParameterLayout, build_model, hooked_config
-from tl_hysteresis.routes import INTACT, compare_routes
+from tl_hysteresis.routes import INTACT
 from tl_hysteresis.schedules import BRANCHES
 from tl_hysteresis.statistics import (
     Interval,
@@ -135,7 +136,7 @@ class StudyResult:
         rows = []
         for keys, part in table.groupby(["seed", "relaxation", "corruption"], sort=False):
             below, above = (part[part["branch"] == branch] for branch in BRANCHES)
-            rows.append((*keys, *astuple(compare_routes(below, above))))
+            rows.append((*keys, *_alike(below, above)))
         columns = ["seed", "relaxation", "corruption", "topology", "gain", "n_sites"]
         return pd.DataFrame(rows, columns=columns)
 
@@ -153,10 +154,10 @@ class StudyResult:
             for seed in self.config.seeds:
                 for other in self.config.seeds:
                     if seed != other:
-                        compared = compare_routes(
+                        compared = _alike(
                             below[below["seed"] == seed], above[above["seed"] == other]
                         )
-                        rows.append((seed, other, *keys, *astuple(compared)))
+                        rows.append((seed, other, *keys, *compared))
         columns = ["seed", "other", "relaxation", "corruption", "topology", "gain", "n_sites"]
         return pd.DataFrame(rows, columns=columns)
 
@@ -226,6 +227,11 @@ def load_study(path: Path | str) -> StudyResult:
         folder = RunFolder.open(path)
         folder.verify()
     return StudyResult(folder)
+
+
+def _alike(below: pd.DataFrame, above: pd.DataFrame) -> tuple[float, float, int]:
+    compared = compare_routes(below, above)
+    return compared.topology, compared.gain, compared.n_sites
 
 
 def mean_or_value(values: pd.Series) -> Interval:

@@ -1,41 +1,50 @@
-"""Route maps: through which layers, stream points and positions the answer travels.
+"""Route maps: through which layers, points, heads and positions the answer travels.
 
-A route map is a table of patching effects. Two maps are compared in their *topology*, whether the
-same sites matter, and in their *gain*, how strongly.
+A route map is a table of patching effects: exact (`route_map`), or by gradients from one backward
+pass (`attribution_map`). Two maps are compared in `comparison`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
-from transformer_lens import HookedTransformer
+from transformer_lens.hook_points import HookPoint
 
 from tl_hysteresis.errors import HysteresisError
-from tl_hysteresis.interventions import (
-    Hook,
-    Site,
-    head_sites,
-    intervene,
-    mean_reference,
-    mean_replacement,
-    mlp_site,
-    patch_activations,
-    read_activations,
-)
+from tl_hysteresis.interventions import read_activations, run_and_read
 from tl_hysteresis.measures import logit_margin
+from tl_hysteresis.patching import BaseRun, margins_under, patched_margins
+from tl_hysteresis.replacement import mean_reference, mean_replacement
+from tl_hysteresis.sites import (
+    MAX_BYTES,
+    STREAM,
+    HookedModel,
+    Site,
+    check_trials,
+    head_sites,
+    hook_name,
+    measuring,
+    mlp_site,
+    trial_slices,
+)
 from tl_hysteresis.tasks import Trials
 
-POINTS = ("resid_pre", "resid_mid", "resid_post")
 INTACT = "intact"
+SITE_AXES = ("layer", "point", "head", "role", "position", "sender", "receiver", "input")
+"""The columns of an effect map's table that name a site."""
+
+By = Literal["role", "position", "all"]
+Direction = Literal["denoising", "noising"]
 
 
-def components(model: HookedTransformer) -> dict[str, list[Site]]:
+def components(model: HookedModel) -> dict[str, list[Site]]:
     """What mean replacement removes: all heads, each layer's heads, each head, each MLP.
 
     Example:
@@ -55,9 +64,8 @@ def components(model: HookedTransformer) -> dict[str, list[Site]]:
     return found
 
 
-@torch.no_grad()
 def replacement_margins(
-    model: HookedTransformer, trials: Trials, *, role: str = "query"
+    model: HookedModel, trials: Trials, *, role: str | None = "query"
 ) -> pd.DataFrame:
     """Mean margin with each component replaced by its mean at the positions of a role.
 
@@ -66,12 +74,11 @@ def replacement_margins(
     """
     parts = components(model)
     sites = list(dict.fromkeys(site for part in parts.values() for site in part))
-    reference = mean_reference(model, trials, sites, role=role)
-    starts = _layer_inputs(model, trials)
-    margins = {INTACT: _margin(model, trials, [], starts)}
+    reference = mean_reference(model, trials, sites)
+    run = BaseRun.of(model, trials)
+    margins = {INTACT: run.margins}
     for name, part in parts.items():
-        hooks = mean_replacement(part, reference, trials)
-        margins[name] = _margin(model, trials, hooks, starts)
+        margins[name] = margins_under(run, mean_replacement(part, reference, trials, role=role))
     return pd.DataFrame(
         {
             "component": margins.keys(),
@@ -81,156 +88,329 @@ def replacement_margins(
 
 
 @dataclass(frozen=True, eq=False)
-class RouteMap:
-    """Effects of denoising, site by site, for one model and one corruption.
+class EffectMap:
+    """Effects of patching, site by site, trial by trial.
+
+    The sign: an effect is margin(patched) - margin(unpatched), in logits. Its share is the effect
+    over what patching everything would give, margin(other run) - margin(this run): 1 where one
+    site carries all of the difference, 0 where it carries none, whichever way is patched.
 
     Attributes:
-        table: one row a site: `layer`, `point`, `role`, `effect` (logits), `share`.
-        clean: mean margin of the clean run, in logits.
-        corrupted: mean margin of the corrupted run, in logits.
+        table: one row a site: the columns that name it, `effect` (mean over trials, in logits) and,
+            unless they were refused, `share`.
+        effects: the effect in each trial; rows as in `table`.
+        clean: margin of each trial in the clean run, in logits.
+        corrupted: margin of each trial in the corrupted run, in logits.
+        direction: "denoising", clean into corrupted, or "noising", corrupted into clean.
+        trials: fingerprint of the clean trials.
     """
 
     table: pd.DataFrame
-    clean: float
-    corrupted: float
+    effects: Float[Tensor, "site trial"]
+    clean: Float[Tensor, " trial"]
+    corrupted: Float[Tensor, " trial"]
+    direction: Direction
+    trials: str
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self.table)} sites, {self.effects.shape[1]} trials, "
+            f"{self.direction}, margin {self.clean.mean():+.3f} clean, "
+            f"{self.corrupted.mean():+.3f} corrupted)"
+        )
+
+    @property
+    def axes(self) -> list[str]:
+        """The columns of `table` that name a site."""
+        return [name for name in self.table.columns if name in SITE_AXES]
+
+    def per_trial(self) -> pd.DataFrame:
+        """One row a site and trial: the columns that name the site, `trial`, `effect` (logits)."""
+        n_sites, n_trials = self.effects.shape
+        sites = self.table[self.axes].iloc[np.repeat(np.arange(n_sites), n_trials)]
+        return sites.reset_index(drop=True).assign(
+            trial=np.tile(np.arange(n_trials), n_sites), effect=self.effects.flatten().numpy()
+        )
 
 
-@torch.no_grad()
+@dataclass(frozen=True, eq=False, repr=False)
+class RouteMap(EffectMap):
+    """Effects by `layer`, `point`, `head` (where a point has heads) and `role` or `position`."""
+
+    def tensor(self, point: str) -> Float[Tensor, layer * site]:
+        """Mean effects at one point: `[layer]`, then `[head]`, then `[role]` or `[position]`.
+
+        Raises:
+            HysteresisError: a point that the map does not have.
+
+        Example:
+            >>> route.tensor("z").shape  # doctest: +SKIP
+            torch.Size([2, 4, 17])
+        """
+        part = self.table[self.table["point"] == point]
+        if part.empty:
+            raise HysteresisError(
+                f"the map has no point {point!r}; it has {', '.join(self.table['point'].unique())}"
+            )
+        axes = [axis for axis in self.axes if axis != "point" and part[axis].notna().all()]
+        shape = [part[axis].nunique() for axis in axes]
+        return torch.from_numpy(part["effect"].to_numpy().copy()).view(shape)
+
+    def dominant_head(self) -> str:
+        """The head with the largest effect in size at any of its positions, such as "L1H3".
+
+        Raises:
+            HysteresisError: a map without heads.
+        """
+        return dominant_head(self.table)
+
+
+def dominant_head(table: pd.DataFrame) -> str:
+    """The head of a route map's table with the largest effect in size at any of its positions."""
+    if "head" not in table or table["head"].isna().all():
+        raise HysteresisError("this map has no heads: take it with a point such as 'z'")
+    heads = table[table["head"].notna()]
+    strongest = heads.iloc[int(heads["effect"].abs().to_numpy().argmax())]
+    return f"L{strongest['layer']}H{strongest['head']}"
+
+
 def route_map(
-    model: HookedTransformer,
+    model: HookedModel,
     clean: Trials,
     corrupted: Trials,
     *,
     points: Sequence[str] | None = None,
+    by: By | None = None,
     roles: Sequence[str] | None = None,
+    direction: Direction = "denoising",
+    shares: bool = True,
+    max_bytes: int = MAX_BYTES,
 ) -> RouteMap:
-    """Patch the clean run's residual stream into the corrupted run: layer by point by role.
+    """Patch one run's activations into the other: layer by point by (head) by role or position.
 
-    The effect of a site is the mean over trials of margin(patched) - margin(corrupted), in logits;
-    its share is the effect over margin(clean) - margin(corrupted). A share of 1 restores the clean
-    margin, 0 does nothing. All positions of a role are patched at once. Margins are of the clean
-    trials' answers throughout.
+    Denoising patches clean activations into the corrupted run: what is enough to restore the
+    answer. Noising patches corrupted ones into the clean run: what is needed for it. Margins are of
+    the clean trials' answers throughout; see `RouteMap` for the sign of an effect and its share.
 
     Args:
-        model: any `HookedTransformer`.
-        clean: trials with roles.
+        model: any hooked model.
+        clean: trials; with roles if the map is to go by role.
         corrupted: the same trials with other tokens.
-        points: of the residual stream: "resid_pre", "resid_mid", "resid_post"; None for all that
-            the model has (without MLPs there is no "resid_mid").
+        points: by TransformerLens's short names: "resid_pre", "resid_mid", "resid_post",
+            "attn_out", "mlp_out", "z", "q", "k", "v", "pattern" (by query), ... Those with a head
+            axis are patched head by head. None for all of the residual stream's that the model has
+            (without MLPs there is no "resid_mid").
+        by: what is patched at once in a trial: all positions of a "role", one "position", or "all".
+            None for "role" where the trials carry roles, else "position".
         roles: names of roles; None for all.
+        direction: "denoising" or "noising".
+        shares: False leaves them out, where the two runs' margins differ too little to divide by.
+        max_bytes: of activations held at a time, about; fewer cost more passes.
 
     Raises:
-        HysteresisError: batches of different shape, or a corruption that leaves the margin as it is
-            (no share can be taken of a difference of about zero).
+        HysteresisError: batches of different shape; a misspelt point; a role that no trial has; a
+            corruption that leaves the mean margin as it is, so that a share has no meaning; a site
+            whose write this model would ignore or apply by half.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+        >>> clean, corrupted = (Trials.of(t, clean_answer, [31] * 8)
+        ...     for clean_answer in [tokens[0, :, 3]] for t in tokens)
+        >>> heads = route_map(model, clean, corrupted, points=["z"], by="all")
+        >>> heads.tensor("z").shape
+        torch.Size([2, 4])
+
+    Source: activation patching, Vig et al. (2020), Meng et al. (2022); the two directions,
+    Heimersheim and Nanda (2024), How to use and interpret activation patching.
     """
-    if clean.roles is None:
-        raise HysteresisError("these trials carry no roles, and a route map goes by roles")
+    sites, choices, labels = _plan(model, clean, corrupted, points, by, roles, direction)
+    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
+    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    parts = []
+    names = {site.name for _, _, site in sites}
+    for part in trial_slices(model, clean, names, max_bytes=4 * max_bytes):
+        run = BaseRun.of(model, base.select(part))
+        logits, cache = run_and_read(model, source.select(part), names)
+        margins = [
+            patched_margins(
+                run, site, site.read(cache[site.name]), choices[:, part], max_bytes=max_bytes
+            )
+            for _, _, site in sites
+        ]
+        parts.append((torch.cat(margins), run.margins, logit_margin(logits, clean.select(part))))
+    patched, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
+    scale = share_scale(model, here, there) if shares else None
+    return RouteMap(*effect_map(clean, labels, patched - here, here, there, direction, scale))
+
+
+def attribution_map(
+    model: HookedModel,
+    clean: Trials,
+    corrupted: Trials,
+    *,
+    points: Sequence[str] | None = None,
+    by: By | None = None,
+    roles: Sequence[str] | None = None,
+    direction: Direction = "denoising",
+    shares: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> RouteMap:
+    """The same map to first order: (other activation - this one) · gradient of the margin here.
+
+    Two forward passes and one backward pass for the whole map. How good it is, `agreement` says;
+    it is exact where the margin is linear in the activation, and can be badly wrong elsewhere, at
+    early sites and saturated attention above all.
+
+    Args and errors are those of `route_map`.
+
+    Source: Nanda (2023), Attribution patching; Syed, Rager and Conmy (2023).
+    """
+    sites, choices, labels = _plan(model, clean, corrupted, points, by, roles, direction)
+    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
+    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    names = {site.name for _, _, site in sites}
+    parts = []
+    # A graph keeps several activations for each point.
+    for part in trial_slices(model, clean, names, max_bytes=max_bytes):
+        logits, other = run_and_read(model, source.select(part), names)
+        here, own, gradients = _gradients(model, base.select(part), names)
+        found = []
+        for _, _, site in sites:
+            change = site.read(other[site.name]).double() - site.read(own[site.name]).double()
+            product = change * site.read(gradients[site.name]).double()
+            # The scores of masked keys are -inf in both runs: no change, and no gradient.
+            product = product.nan_to_num(0.0).flatten(start_dim=2).sum(dim=2)
+            found.append((product * choices[:, part]).sum(dim=2))
+        parts.append((torch.cat(found), here, logit_margin(logits, clean.select(part))))
+    effects, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
+    scale = share_scale(model, here, there) if shares else None
+    return RouteMap(*effect_map(clean, labels, effects, here, there, direction, scale))
+
+
+def _gradients(
+    model: HookedModel, trials: Trials, names: set[str]
+) -> tuple[Float[Tensor, " trial"], dict[str, Tensor], dict[str, Tensor]]:
+    """Margins, the activations at the named points, and the gradients of the margins there."""
+    kept: dict[str, Tensor] = {}
+
+    def keep(activation: Tensor, hook: HookPoint) -> Tensor | None:
+        # The first point that is reached starts the graph where the parameters do not.
+        if activation.requires_grad:
+            kept[str(hook.name)] = activation
+            return None
+        kept[str(hook.name)] = activation.detach().requires_grad_()
+        return kept[str(hook.name)]
+
+    with measuring(model), torch.inference_mode(False), torch.enable_grad():
+        with model.hooks(fwd_hooks=[(name, keep) for name in sorted(names)]):
+            margins = logit_margin(model(trials.tokens), trials)
+        found = torch.autograd.grad(margins.sum(), [kept[n] for n in names], allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(kept[name]) if gradient is None else gradient
+        for name, gradient in zip(names, found, strict=True)
+    }
+    return margins.detach(), {name: kept[name].detach() for name in names}, gradients
+
+
+_Sites = list[tuple[int, str, Site]]
+
+
+def _plan(
+    model: HookedModel,
+    clean: Trials,
+    corrupted: Trials,
+    points: Sequence[str] | None,
+    by: By | None,
+    roles: Sequence[str] | None,
+    direction: Direction,
+) -> tuple[_Sites, Bool[Tensor, "choice trial pos"], pd.DataFrame]:
+    """What is patched: sites, positions in each trial, and the two crossed as a table."""
+    if direction not in ("denoising", "noising"):
+        raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
     if clean.tokens.shape != corrupted.tokens.shape:
         raise HysteresisError(
             f"clean trials are {tuple(clean.tokens.shape)}, "
             f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
         )
+    check_trials(model, clean)
+    check_trials(model, corrupted)
+    if roles is not None and by not in (None, "role"):
+        raise HysteresisError(f"roles are given, but the map goes by {by!r}")
+    by = by or ("role" if roles is not None or clean.roles is not None else "position")
     if points is None:
-        points = [point for point in POINTS if f"blocks.0.hook_{point}" in model.hook_dict]
-    sites = [
-        (layer, point, Site(f"blocks.{layer}.hook_{point}"))
-        for layer in range(model.cfg.n_layers)
-        for point in points
-    ]
-    source = read_activations(model, clean, {site.name for _, _, site in sites})
-    starts = _layer_inputs(model, corrupted)
-    clean_margin = logit_margin(model(clean.tokens), clean)
-    corrupted_margin = logit_margin(model(corrupted.tokens), clean)
-    difference = (clean_margin - corrupted_margin).double()
-    if abs(difference.mean()) < 1e-6 * (1.0 + clean_margin.abs().mean()):
+        points = [p for p in STREAM if f"blocks.0.hook_{p}" in model.hook_dict]
+    sites: _Sites = []
+    shapes = _shapes(model, clean, points)
+    for layer in range(model.cfg.n_layers):
+        for point in points:
+            name = hook_name(model, point, layer)
+            heads = range(shapes[point][2]) if len(shapes[point]) == 4 else [None]
+            sites += [(layer, point, Site(name, head)) for head in heads]
+    choices, names = _choices(clean, by, roles)
+    columns = ["layer", "point", "head", by]
+    rows = [(layer, p, site.head, name) for layer, p, site in sites for name in names]
+    table = pd.DataFrame(rows, columns=columns).astype({"head": "Int64"})
+    unused = [] if table["head"].notna().any() else ["head"]
+    return sites, choices, table.drop(columns=unused + (["all"] if by == "all" else []))
+
+
+def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[str, torch.Size]:
+    """Shapes of the points' activations, as a site reads them, from one trial in layer 0."""
+    names = {point: hook_name(model, point, 0) for point in points}
+    cache = read_activations(model, trials.select(slice(1)), set(names.values()))
+    return {point: Site(name).read(cache[name]).shape for point, name in names.items()}
+
+
+def _choices(
+    trials: Trials, by: By, roles: Sequence[str] | None
+) -> tuple[Bool[Tensor, "choice trial pos"], Sequence[str | int]]:
+    """The positions that are patched at once, and what they are called."""
+    shape, device = trials.tokens.shape, trials.tokens.device
+    if by == "all":
+        return torch.ones(1, *shape, dtype=torch.bool, device=device), ["all"]
+    if by == "position":
+        each = torch.eye(shape[1], dtype=torch.bool, device=device)
+        return each[:, None].expand(-1, shape[0], -1), range(shape[1])
+    if by != "role":
+        raise HysteresisError(f'by is {by!r}, but must be "role", "position" or "all"')
+    if trials.roles is None:
         raise HysteresisError(
-            "the corruption leaves the mean margin as it is "
-            f"({clean_margin.mean():.6f} clean and corrupted): effects have no scale"
+            'these trials carry no roles, so the map cannot go by role: give by="position"'
         )
-    rows = []
-    for layer, point, site in sites:
-        for role in roles or clean.role_names:
-            hooks = patch_activations([site], source, positions=clean.positions(role))
-            margin = _margin(model, corrupted, hooks, starts, answers=clean)
-            effect = (margin - corrupted_margin).double().mean().item()
-            rows.append((layer, point, role, effect, effect / difference.mean().item()))
-    return RouteMap(
-        pd.DataFrame(rows, columns=["layer", "point", "role", "effect", "share"]),
-        clean_margin.double().mean().item(),
-        corrupted_margin.double().mean().item(),
-    )
+    names = list(roles if roles is not None else trials.role_names)
+    return torch.stack([trials.positions(name) for name in names]), names
 
 
-@dataclass(frozen=True)
-class RouteComparison:
-    """How alike two route maps are."""
-
-    topology: float
-    """Pearson correlation of the effects over sites: do the same sites matter?"""
-    gain: float
-    """Slope through the origin of the first map on the second: how much more strongly?"""
-    n_sites: int
-    """Sites in each map."""
-
-
-def compare_routes(
-    first: RouteMap | pd.DataFrame, second: RouteMap | pd.DataFrame
-) -> RouteComparison:
-    """Compare the effects of two route maps, or of their tables, over the same sites.
-
-    Raises:
-        HysteresisError: maps of different sites, fewer than three sites, or a constant map, whose
-            correlation is not defined.
-
-    Example:
-        >>> sites = {"layer": [0, 0, 1], "point": ["resid_pre"] * 3, "role": ["a", "b", "a"]}
-        >>> one = pd.DataFrame({**sites, "effect": [0.0, 1.0, 2.0]})
-        >>> two = pd.DataFrame({**sites, "effect": [0.0, 0.5, 1.0]})
-        >>> compare_routes(one, two)
-        RouteComparison(topology=1.0, gain=2.0, n_sites=3)
-    """
-    first, second = (x.table if isinstance(x, RouteMap) else x for x in (first, second))
-    keys = ["layer", "point", "role"]
-    both = first.merge(second, on=keys, suffixes=("_first", "_second"), validate="one_to_one")
-    if not len(both) == len(first) == len(second):
+def share_scale(
+    model: HookedModel, here: Float[Tensor, " trial"], there: Float[Tensor, " trial"]
+) -> float:
+    """The mean difference that shares are taken of, refused where it is no more than rounding."""
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    difference = (there.double() - here.double()).mean().item()
+    if abs(difference) < 10.0 * eps * (1.0 + here.double().abs().mean().item()):
         raise HysteresisError(
-            f"route maps of {len(first)} and {len(second)} sites have {len(both)} in common"
+            f"both runs have the same mean margin ({here.double().mean():.6f}), so effects have "
+            "no scale; shares=False gives them in logits alone"
         )
-    if len(both) < 3:
-        raise HysteresisError(f"a correlation over {len(both)} sites says nothing; 3 are needed")
-    a, b = both["effect_first"].to_numpy(), both["effect_second"].to_numpy()
-    for which, values in (("first", a), ("second", b)):
-        if np.ptp(values) == 0.0:
-            raise HysteresisError(f"the {which} route map is constant: no correlation is defined")
-    return RouteComparison(
-        topology=float(np.corrcoef(a, b)[0, 1]), gain=float(a @ b / (b @ b)), n_sites=len(both)
-    )
+    return difference
 
 
-def _layer_inputs(
-    model: HookedTransformer, trials: Trials
-) -> list[Float[Tensor, "trial pos d_model"]]:
-    """The residual stream that enters each layer, from which a run can be taken up again."""
-    if model.cfg.positional_embedding_type == "shortformer":
-        return []  # its attention needs the positional embedding besides: always run from the start
-    names = [f"blocks.{layer}.hook_resid_pre" for layer in range(model.cfg.n_layers)]
-    cache = read_activations(model, trials, set(names))
-    return [cache[name] for name in names]
-
-
-def _margin(
-    model: HookedTransformer,
-    trials: Trials,
-    hooks: Sequence[Hook],
-    starts: Sequence[Tensor],
-    *,
-    answers: Trials | None = None,
-) -> Float[Tensor, " trial"]:
-    """Margins of a run under hooks, taken up at the first layer that a hook touches."""
-    layers = [int(name.split(".")[1]) for name, _ in hooks if name.startswith("blocks.")]
-    with intervene(model, hooks):
-        if starts and hooks and len(layers) == len(hooks):
-            logits = model(starts[min(layers)], start_at_layer=min(layers))
-        else:
-            logits = model(trials.tokens)
-    return logit_margin(logits, answers or trials)
+def effect_map(
+    clean: Trials,
+    labels: pd.DataFrame,
+    effects: Float[Tensor, "site trial"],
+    here: Float[Tensor, " trial"],
+    there: Float[Tensor, " trial"],
+    direction: Direction,
+    scale: float | None,
+) -> tuple[pd.DataFrame, Tensor, Tensor, Tensor, Direction, str]:
+    """The fields of an `EffectMap`, from the margins of the run patched into and of the other."""
+    mean = effects.mean(dim=1).numpy()
+    table = labels.assign(effect=mean)
+    if scale is not None:
+        table["share"] = mean / scale
+    margins = (there, here) if direction == "denoising" else (here, there)
+    return table, effects, *margins, direction, clean.fingerprint

@@ -339,13 +339,13 @@ def data_file(name: str) -> Path:
     raise HysteresisError(f"the package's data has no {name}")
 
 
-def write_file(path: Path | str, text: str) -> None:
-    """Write a text file whole or not at all.
+def write_file(path: Path | str, content: str | bytes) -> None:
+    """Write a file whole or not at all.
 
     Raises:
         HysteresisError: a place that cannot be written.
     """
-    _write(Path(path), text.encode())
+    _write(Path(path), content.encode() if isinstance(content, str) else content)
 
 
 def _write(path: Path, data: bytes) -> None:

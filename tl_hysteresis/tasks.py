@@ -54,6 +54,14 @@ class Trials:
             raise HysteresisError(
                 f"tokens are [trial, pos], of one length; found shape {tuple(self.tokens.shape)}"
             )
+        for name in ("tokens", "contextual", "fixed"):
+            ids = getattr(self, name)
+            if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+                raise HysteresisError(f"{name} are token ids, whole numbers; found {ids.dtype}")
+            if ids.device != self.tokens.device:
+                raise HysteresisError(
+                    f"{name} are on {ids.device}, the tokens on {self.tokens.device}"
+                )
         for name in ("contextual", "fixed"):
             answers = getattr(self, name)
             if answers.shape != self.tokens.shape[:1]:
@@ -78,6 +86,57 @@ class Trials:
                     f"roles run from {int(self.roles.min())} to {int(self.roles.max())}, "
                     f"but there are {len(self.role_names)} role_names"
                 )
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]] | Tensor,
+        contextual: Sequence[int] | Tensor,
+        fixed: Sequence[int] | Tensor,
+        *,
+        roles: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    ) -> Trials:
+        """Trials from lists: prompts of one length, two answers each, and names of roles.
+
+        Args:
+            prompts: token ids of each prompt.
+            contextual: the token that answers each prompt by the prompt.
+            fixed: any token that it is weighed against.
+            roles: a name for each position; one list for all prompts, or one for each prompt.
+
+        Raises:
+            HysteresisError: prompts of unequal length, or what `Trials` refuses.
+
+        Example:
+            >>> prompts, roles = [[4, 7, 4], [5, 8, 5]], ["key", "value", "query"]
+            >>> trials = Trials.of(prompts, contextual=[7, 8], fixed=[9, 9], roles=roles)
+            >>> trials.positions("query").tolist()
+            [[False, False, True], [False, False, True]]
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        for index, length in enumerate(lengths):
+            if length != lengths[0]:
+                raise HysteresisError(
+                    f"trial {index} has {length} tokens, trial 0 has {lengths[0]}: "
+                    "all trials need one length"
+                )
+        tokens = torch.as_tensor(prompts)
+        trials = cls(
+            tokens,
+            torch.as_tensor(contextual, device=tokens.device),
+            torch.as_tensor(fixed, device=tokens.device),
+        )
+        if roles is None:
+            return trials
+        every = [list(roles)] * len(tokens) if isinstance(roles[0], str) else [*map(list, roles)]
+        if [len(names) for names in every] != lengths:
+            raise HysteresisError(
+                "roles must name each position, for all trials at once or for each: "
+                f"{len(lengths)} trials of {lengths[0] if lengths else 0} tokens"
+            )
+        found = tuple(dict.fromkeys(str(name) for names in every for name in names))
+        index_of = torch.tensor([[found.index(name) for name in names] for names in every])
+        return replace(trials, roles=index_of.to(tokens.device), role_names=found)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -112,6 +171,18 @@ class Trials:
             fixed=self.fixed.to(device),
             roles=roles,
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of tokens, answers and roles: the same for the same trials, anywhere."""
+        digest = hashlib.sha256()
+        parts = (self.tokens, self.contextual, self.fixed, self.roles)
+        for part in parts:
+            if part is not None:
+                digest.update(f"{tuple(part.shape)}".encode())
+                digest.update(part.cpu().to(torch.int64).contiguous().numpy().tobytes())
+        digest.update("\n".join(self.role_names).encode())
+        return digest.hexdigest()
 
     def positions(self, role: str) -> Bool[Tensor, "trial pos"]:
         """True at the positions that have this role.

@@ -1,0 +1,112 @@
+"""Models of many kinds, none of them trained here, and trials for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.model_bridge import TransformerBridge
+
+from tl_hysteresis.models import build_model
+from tl_hysteresis.sites import HookedModel
+from tl_hysteresis.tasks import Trials
+
+D_VOCAB, N_POS = 20, 7
+Model = TypeVar("Model", bound=HookedModel)
+
+SMALL: dict[str, Any] = {
+    **{"n_layers": 2, "d_model": 16, "n_heads": 4, "d_head": 4, "d_mlp": 24, "act_fn": "gelu"},
+    **{"d_vocab": D_VOCAB, "n_ctx": 9, "normalization_type": "LN", "device": "cpu"},
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "LN": {},
+    "1 layer": {"n_layers": 1},
+    "4 layers": {"n_layers": 4},
+    "attention only": {"attn_only": True},
+    "LNPre": {"normalization_type": "LNPre"},
+    "RMS": {"normalization_type": "RMS"},
+    "no norm": {"normalization_type": None},
+    "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 4},
+    "shortformer": {"positional_embedding_type": "shortformer"},
+    "alibi": {"positional_embedding_type": "alibi"},
+    "d_head 3": {"d_head": 3},
+    "grouped": {"n_key_value_heads": 2},
+    "parallel": {"parallel_attn_mlp": True},
+    "gated": {"gated_mlp": True},
+    "soft cap": {"output_logits_soft_cap": 5.0, "attn_scores_soft_cap": 5.0},
+    "local": {"use_local_attn": True, "window_size": 3, "attn_types": ["global", "local"]},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+BRIDGES = ("native bridge", "GPT-2 bridge")
+
+
+def hooked(name: str, seed: int = 0) -> HookedTransformer:
+    """A `HookedTransformer` whose every parameter matters: none is at its initial 0 or 1."""
+    return _stirred(build_model(HookedTransformerConfig(**{**SMALL, **KINDS[name]}), seed=seed))
+
+
+def bridge(name: str, seed: int = 0) -> TransformerBridge:
+    """A `TransformerBridge`, in training mode as TransformerLens makes them."""
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        if name == "native bridge":
+            return _stirred(TransformerBridge.boot_native({**SMALL, "seed": seed}))
+        config = GPT2Config(n_layer=2, n_embd=16, n_head=4, vocab_size=D_VOCAB, n_positions=9)
+        return _stirred(
+            build_bridge_from_module(
+                GPT2LMHeadModel(config),
+                architecture="GPT2LMHeadModel",
+                hf_config=config,
+                device="cpu",
+            )
+        )
+
+
+def a_model(name: str, seed: int = 0) -> HookedModel:
+    """Any of them by name."""
+    return bridge(name, seed) if name in BRIDGES else hooked(name, seed)
+
+
+def _stirred(model: Model) -> Model:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(2.0 * parameter + 0.15 * noise.to(parameter.dtype))
+    return model
+
+
+def trials_pair(n: int = 6) -> tuple[Trials, Trials]:
+    """Clean trials with roles, and corrupted ones that differ from them at position 2."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(D_VOCAB, (n, N_POS), generator=generator)
+    roles = ["start", "key", "value", "other", "other", "other", "query"]
+    clean = Trials.of(tokens, contextual=tokens[:, 2], fixed=(tokens[:, 2] + 5) % 20, roles=roles)
+    corrupted = tokens.clone()
+    corrupted[:, 2] = (tokens[:, 2] + 9) % D_VOCAB
+    return clean, Trials.of(corrupted, clean.contextual, clean.fixed, roles=roles)
+
+
+def left_as_it_was(model: HookedModel) -> Callable[[], bool]:
+    """A check, to be made later, that hooks, modes, flags and gradients are as they are now."""
+
+    def state() -> list[Any]:
+        return [
+            {name: list(point.fwd_hooks) for name, point in model.hook_dict.items()},
+            {name: list(point.bwd_hooks) for name, point in model.hook_dict.items()},
+            [module.training for module in model.modules()],
+            {key: value for key, value in vars(model.cfg).items() if key.startswith("use_")},
+            [(parameter.requires_grad, parameter.grad) for parameter in model.parameters()],
+            torch.is_grad_enabled(),
+        ]
+
+    before = state()
+    return lambda: state() == before

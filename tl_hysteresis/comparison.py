@@ -1,0 +1,251 @@
+"""Two route maps compared: the same sites (topology), and how strongly (gain)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from scipy import stats
+
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.routes import SITE_AXES, EffectMap, dominant_head
+from tl_hysteresis.statistics import Interval, correlation_interval, mean_interval
+
+
+@dataclass(frozen=True)
+class RouteComparison:
+    """How alike two route maps are."""
+
+    topology: float
+    """Pearson correlation of the effects over sites: do the same sites matter?"""
+    spearman: float
+    """Spearman's rank correlation: do they matter in the same order?"""
+    gain: float
+    """Slope through the origin of the first map on the second: how much more strongly?"""
+    overlap: float
+    """Share of the `k` sites with the largest effects in size that the two maps have in common."""
+    k: int
+    """How many sites `overlap` looks at."""
+    n_sites: int
+    """Sites in each map."""
+    dominant_heads: tuple[str, str] | None = None
+    """In each map the head with the largest effect in size; None for maps without heads."""
+    intervals: dict[str, Interval] | None = None
+    """Bootstrap intervals over trials of topology, spearman and gain; None for bare tables."""
+
+
+def compare_routes(
+    first: EffectMap | pd.DataFrame,
+    second: EffectMap | pd.DataFrame,
+    *,
+    k: int = 5,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> RouteComparison:
+    """Compare the effects of two route maps, or of their tables, over the same sites.
+
+    Maps with effects of several trials get percentile bootstrap intervals over trials: the same
+    trials are drawn for both maps where both were measured on the same ones, else each map's own.
+    They say how far the trials decide the number, and nothing of other seeds: see `compare_seeds`.
+
+    Args:
+        first: a route map or a path map, or a table with its columns.
+        second: another one of the same sites, in any order.
+        k: how many of the strongest sites `overlap` looks at; at most all.
+        level: confidence level of the intervals.
+        resamples: bootstrap resamples.
+        seed: of the resampling.
+
+    Raises:
+        HysteresisError: maps of different sites or directions, fewer than three sites, or a
+            constant map, whose correlation is not defined.
+
+    Example:
+        >>> sites = {"layer": [0, 0, 1], "point": ["resid_pre"] * 3, "role": ["a", "b", "a"]}
+        >>> one = pd.DataFrame({**sites, "effect": [0.0, 1.0, 2.0]})
+        >>> two = pd.DataFrame({**sites, "effect": [0.0, 0.5, 1.0]})
+        >>> result = compare_routes(one, two)
+        >>> round(result.topology, 6), result.gain, result.overlap
+        (1.0, 2.0, 1.0)
+
+    Source: topology and gain, Zuo (2026); the bootstrap, Efron and Tibshirani (1993), chapter 13.
+    """
+    tables = _tables(first, second)
+    order = _common_order(*tables)
+    a, b = (t["effect"].to_numpy(float)[i] for t, i in zip(tables, order, strict=True))
+    for which, values in (("first", a), ("second", b)):
+        _check_effects(which, values)
+    if k < 1:
+        raise HysteresisError(f"k = {k}: the overlap needs at least one site")
+    k = min(k, len(a))
+    strongest = [set(np.argsort(-np.abs(x), kind="stable")[:k].tolist()) for x in (a, b)]
+    heads = all("head" in table and table["head"].notna().any() for table in tables)
+    found = RouteComparison(
+        topology=float(_pearson(a[None], b[None])[0]),
+        spearman=float(_spearman(a[None], b[None])[0]),
+        gain=float(_gain(a[None], b[None])[0]),
+        overlap=len(strongest[0] & strongest[1]) / k,
+        k=k,
+        n_sites=len(a),
+        dominant_heads=(dominant_head(tables[0]), dominant_head(tables[1])) if heads else None,
+    )
+    if not (isinstance(first, EffectMap) and isinstance(second, EffectMap)):
+        return found
+    n_trials = first.effects.shape[1], second.effects.shape[1]
+    if min(n_trials) < 2:
+        return found
+    rng = np.random.Generator(np.random.Philox(seed))
+    weights = [rng.multinomial(n, np.full(n, 1 / n), size=resamples) / n for n in n_trials]
+    if first.trials == second.trials:
+        weights[1] = weights[0]
+    drawn = [
+        w @ x.effects.numpy()[i].T for w, x, i in zip(weights, (first, second), order, strict=True)
+    ]
+    tail = (1.0 - level) / 2.0
+    intervals = {}
+    for name, statistic in (("topology", _pearson), ("spearman", _spearman), ("gain", _gain)):
+        low, high = np.nanquantile(statistic(*drawn), [tail, 1.0 - tail]).tolist()
+        intervals[name] = Interval(
+            getattr(found, name), low, high, level, "bootstrap over trials", min(n_trials)
+        )
+    return RouteComparison(**{**vars(found), "intervals": intervals})
+
+
+def compare_seeds(
+    pairs: Sequence[tuple[EffectMap | pd.DataFrame, EffectMap | pd.DataFrame]], *, k: int = 5
+) -> pd.DataFrame:
+    """Compare one pair of maps a seed, with intervals over seeds.
+
+    Returns:
+        One row for each of `topology`, `spearman`, `gain`, `overlap`, and, for maps with heads,
+        `same_dominant_head` (a share of the seeds): `estimate`, the mean over seeds; `t_low`,
+        `t_high`, for the two correlations on Fisher's z scale; `bootstrap_low`, `bootstrap_high`,
+        the bootstrap over seeds; `n`, the number of seeds.
+
+    Raises:
+        HysteresisError: fewer than two pairs, or what `compare_routes` refuses, with its seed.
+    """
+    found = []
+    for number, (first, second) in enumerate(pairs):
+        try:
+            found.append(compare_routes(*_tables(first, second), k=k))
+        except HysteresisError as error:
+            raise HysteresisError(f"pair {number}: {error}") from error
+    columns = {
+        name: [float(getattr(comparison, name)) for comparison in found]
+        for name in ("topology", "spearman", "gain", "overlap")
+    }
+    heads = [c.dominant_heads for c in found]
+    if heads and all(pair is not None for pair in heads):
+        columns["same_dominant_head"] = [float(p is not None and p[0] == p[1]) for p in heads]
+    rows = []
+    for name, values in columns.items():
+        correlation = name in ("topology", "spearman")
+        t = correlation_interval(values) if correlation else mean_interval(values)
+        bootstrap = mean_interval(values, method="bootstrap")
+        bounds = (t.low, t.high, bootstrap.low, bootstrap.high)
+        rows.append((name, bootstrap.estimate, *bounds, len(values)))
+    names = ["quantity", "estimate", "t_low", "t_high", "bootstrap_low", "bootstrap_high", "n"]
+    return pd.DataFrame(rows, columns=names)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an approximate route map agrees with the exact one."""
+
+    comparison: RouteComparison
+    """Of the approximate map with the exact: a gain below 1 means effects are underestimated."""
+    mean_error: float
+    """Mean size of the deviation over sites, in logits."""
+    largest_error: float
+    """Largest deviation, in logits."""
+    worst_site: str
+    """The site where it is."""
+    largest_effect: float
+    """Size of the largest exact effect, in logits, to judge the errors by."""
+
+
+def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreement:
+    """How far an approximate map, from `attribution_map`, agrees with the exact one.
+
+    Raises:
+        HysteresisError: maps of different trials, sites or directions, or what `compare_routes`
+            refuses.
+    """
+    if exact.trials != approximate.trials:
+        raise HysteresisError("the two maps were measured on different trials")
+    comparison = compare_routes(approximate, exact, k=k)
+    i, j = _common_order(exact.table, approximate.table)
+    a, b = exact.table["effect"].to_numpy(float)[i], approximate.table["effect"].to_numpy(float)[j]
+    error = np.abs(b - a)
+    worst = exact.table[exact.axes].iloc[int(i[error.argmax()])]
+    return Agreement(
+        comparison=comparison,
+        mean_error=float(error.mean()),
+        largest_error=float(error.max()),
+        worst_site=", ".join(f"{axis} {value}" for axis, value in worst.items()),
+        largest_effect=float(np.abs(a).max()),
+    )
+
+
+def _tables(
+    first: EffectMap | pd.DataFrame, second: EffectMap | pd.DataFrame
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The tables of both maps, refused where they show different things."""
+    if isinstance(first, EffectMap) and isinstance(second, EffectMap):
+        if first.direction != second.direction:
+            raise HysteresisError(f"a map of {first.direction} and one of {second.direction}")
+    first, second = (x.table if isinstance(x, EffectMap) else x for x in (first, second))
+    return first, second
+
+
+def _common_order(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Row numbers of both tables that put their sites in the same order."""
+    keys, other = ([axis for axis in SITE_AXES if axis in table] for table in (first, second))
+    if keys != other:
+        raise HysteresisError(f"route maps by {', '.join(keys)} and by {', '.join(other)}")
+    types = {"head": "Int64"} if "head" in keys else {}
+    numbered = []
+    for table, which in ((first, "first"), (second, "second")):
+        if table.duplicated(keys).any():
+            raise HysteresisError(f"the {which} route map has a site twice")
+        numbered.append(table[keys].astype(types).assign(**{which: range(len(table))}))
+    both = numbered[0].merge(numbered[1], on=keys)
+    if not len(both) == len(first) == len(second):
+        raise HysteresisError(
+            f"route maps of {len(first)} and {len(second)} sites have {len(both)} in common"
+        )
+    if len(both) < 3:
+        raise HysteresisError(f"a correlation over {len(both)} sites says nothing; 3 are needed")
+    return both["first"].to_numpy(), both["second"].to_numpy()
+
+
+def _check_effects(which: str, values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise HysteresisError(f"the {which} route map has effects that are not finite")
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():
+        raise HysteresisError(f"the {which} route map is constant: no correlation is defined")
+
+
+_Maps = Float[np.ndarray, "resample site"]
+
+
+def _pearson(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:
+    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # a resample can be constant: it is left out
+        found: np.ndarray = (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+    return found
+
+
+def _spearman(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:
+    return _pearson(stats.rankdata(a, axis=1), stats.rankdata(b, axis=1))
+
+
+def _gain(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: np.ndarray = (a * b).sum(axis=1) / (b**2).sum(axis=1)
+    return found

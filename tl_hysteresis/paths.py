@@ -1,0 +1,291 @@
+"""Path patching: the effect that travels along one edge, from a sender straight to a receiver.
+
+Activation patching asks what a component matters for; path patching asks through whom. Only what
+the sender adds to the residual stream is exchanged, and only as one receiver sees it: all that lies
+between them stays as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformer_lens.hook_points import HookPoint
+
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.interventions import Hook, intervene, overwrite, run_and_read
+from tl_hysteresis.measures import logit_margin
+from tl_hysteresis.patching import BaseRun, patched_margins
+from tl_hysteresis.routes import Direction, EffectMap, effect_map, share_scale
+from tl_hysteresis.sites import (
+    MAX_BYTES,
+    HookedModel,
+    Site,
+    check_trials,
+    hook_name,
+    measuring,
+    trial_slices,
+)
+from tl_hysteresis.tasks import Trials
+
+LOGITS, EMBED = "logits", "embed"
+INPUTS = ("q", "k", "v")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PathMap(EffectMap):
+    """Effects by `sender`, `receiver` and the receiver's `input` ("q", "k", "v"; "" for logits)."""
+
+    def matrix(self, input: str) -> pd.DataFrame:
+        """Mean effects at one input: a row for each sender, a column for each receiver.
+
+        A pair with no path, the receiver not being above the sender, is left blank.
+
+        Raises:
+            HysteresisError: an input that the map does not have.
+        """
+        part = self.table[self.table["input"] == input]
+        if part.empty:
+            raise HysteresisError(
+                f"the map has no input {input!r}; it has {sorted(self.table['input'].unique())}"
+            )
+        wide = part.pivot(index="sender", columns="receiver", values="effect")
+        return wide.loc[part["sender"].unique(), part["receiver"].unique()]
+
+
+def path_map(
+    model: HookedModel,
+    clean: Trials,
+    corrupted: Trials,
+    *,
+    senders: Sequence[str] | None = None,
+    receivers: Sequence[str] | None = None,
+    inputs: Sequence[str] = INPUTS,
+    role: str | None = None,
+    direction: Direction = "denoising",
+    shares: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> PathMap:
+    """Patch single paths: what a sender writes, as one receiver's input alone sees it.
+
+    In the run that is patched, a receiver's query, key or value is computed from the stream with
+    the sender's output exchanged for the other run's; everything between them keeps this run's
+    activations, and everything behind the receiver is computed anew. Towards the logits, the
+    exchange is made in the stream after the last layer. The normalisation in front of the receiver
+    is computed anew too, so this is exact and not first order.
+
+    Args:
+        model: any hooked model.
+        clean: trials.
+        corrupted: the same trials with other tokens.
+        senders: "L0H3", "L0 MLP", or "embed" for token and position embedding; None for all.
+        receivers: "L1H2", or "logits"; None for all.
+        inputs: of the receiving heads: "q", "k", "v".
+        role: the path at the positions of one role alone; None for all positions.
+        direction: "denoising", clean into corrupted, or "noising", corrupted into clean.
+        shares: False leaves them out, where the two runs' margins differ too little to divide by.
+        max_bytes: of activations held at a time, about.
+
+    Returns:
+        One row for each path that there is: `sender`, `receiver`, `input`, `effect`, `share`, with
+        the signs of an `EffectMap`. With grouped keys and values a receiver of "k" or "v" is a
+        group, numbered as at `hook_k`.
+
+    Raises:
+        HysteresisError: a component that the model does not have, no path between those that were
+            given, or what `route_map` refuses.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(32, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+        >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8) for t in tokens)
+        >>> to = ["L1H0", "logits"]
+        >>> paths = path_map(model, clean, corrupted, senders=["L0H1"], receivers=to, inputs="k")
+        >>> paths.table[["sender", "receiver", "input"]].to_numpy().tolist()
+        [['L0H1', 'L1H0', 'k'], ['L0H1', 'logits', '']]
+
+    Source: Wang et al. (2022), Interpretability in the wild; Goldowsky-Dill et al. (2023),
+    Localizing model behavior with path patching.
+    """
+    if direction not in ("denoising", "noising"):
+        raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
+    if clean.tokens.shape != corrupted.tokens.shape:
+        raise HysteresisError(
+            f"clean trials are {tuple(clean.tokens.shape)}, "
+            f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
+        )
+    check_trials(model, clean)
+    paths = _paths(model, clean, senders, receivers, inputs)
+    everywhere = torch.ones_like(clean.tokens, dtype=torch.bool)
+    where = everywhere if role is None else clean.positions(role)
+    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
+    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    names = _names(model)
+    parts = []
+    for part in trial_slices(model, clean, names, max_bytes=4 * max_bytes):
+        run = BaseRun.of(model, base.select(part))
+        _, own = run_and_read(model, base.select(part), names)
+        logits, other = run_and_read(model, source.select(part), names)
+        walk = _Walk(run, own, other, where[part], max_bytes)
+        patched = torch.stack(walk.margins(paths))
+        parts.append((patched, run.margins, logit_margin(logits, clean.select(part))))
+    patched, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
+    labels = pd.DataFrame(
+        [(s.name, r.name, r.input) for s, r in paths], columns=["sender", "receiver", "input"]
+    )
+    scale = share_scale(model, here, there) if shares else None
+    return PathMap(*effect_map(clean, labels, patched - here, here, there, direction, scale))
+
+
+@dataclass(frozen=True)
+class _End:
+    """A sender or a receiver; the layer is -1 of the embedding, n_layers of the logits."""
+
+    name: str
+    layer: int
+    head: int | None = None
+    input: str = ""
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One run to patch into, the activations of both runs, and where."""
+
+    run: BaseRun
+    own: Mapping[str, Tensor]
+    other: Mapping[str, Tensor]
+    where: Bool[Tensor, "trial pos"]
+    max_bytes: int
+
+    def margins(self, paths: Sequence[tuple[_End, _End]]) -> list[Float[Tensor, " trial"]]:
+        """Margins for each path; what paths have in common is computed once."""
+        found: list[Tensor] = []
+        for sender, its_paths in groupby(paths, key=lambda path: path[0]):
+            change = self.change(sender)
+            inputs: dict[int, dict[str, Tensor]] = {}
+            for _, receiver in its_paths:
+                if receiver.name == LOGITS:
+                    site = Site(f"blocks.{receiver.layer - 1}.hook_resid_post")
+                    value = self.own[site.name] + change
+                else:
+                    if receiver.layer not in inputs:
+                        inputs[receiver.layer] = self.inputs(receiver.layer, change)
+                    name = f"blocks.{receiver.layer}.attn.hook_{receiver.input}"
+                    site = Site(name, receiver.head)
+                    value = site.read(inputs[receiver.layer][name])
+                where = self.where[None]
+                found += patched_margins(self.run, site, value, where, max_bytes=self.max_bytes)
+        return found
+
+    def change(self, sender: _End) -> Float[Tensor, "trial pos d_model"]:
+        """How much else the sender would add to the stream, had it the other run's activations."""
+        if sender.layer < 0:
+            name = "blocks.0.hook_resid_pre"
+        elif sender.head is None:
+            name = f"blocks.{sender.layer}.hook_mlp_out"
+        else:
+            # Behind the heads come W_O and, in some models, a norm: the layer itself computes them.
+            name = f"blocks.{sender.layer}.hook_attn_out"
+            z = Site(f"blocks.{sender.layer}.attn.hook_z", sender.head)
+            hook = overwrite(z, z.read(self.other[z.name]), positions=torch.ones_like(self.where))
+            return self.read(sender.layer, [hook], [name])[name] - self.own[name]
+        return self.other[name] - self.own[name]
+
+    def inputs(self, layer: int, change: Tensor) -> dict[str, Tensor]:
+        """Queries, keys and values of a layer whose input stream is changed."""
+        entry = f"blocks.{layer}.hook_resid_pre"
+        everywhere = torch.ones_like(self.where)
+        hook = overwrite(Site(entry), self.own[entry] + change, positions=everywhere)
+        return self.read(layer, [hook], [f"blocks.{layer}.attn.hook_{i}" for i in INPUTS])
+
+    def read(self, layer: int, hooks: list[Hook], names: Sequence[str]) -> dict[str, Tensor]:
+        """Activations of one layer under hooks."""
+        seen: dict[str, Tensor] = {}
+
+        def keep(activation: Tensor, hook: HookPoint) -> None:
+            seen[str(hook.name)] = activation
+
+        model, streams = self.run.model, self.run.streams
+        points = {model.hook_dict[name].name: name for name in names}
+        with measuring(model), intervene(model, [*hooks, *((name, keep) for name in names)]):
+            if streams is None:
+                model(self.run.trials.tokens)
+            else:
+                model(streams[layer], start_at_layer=layer, stop_at_layer=layer + 1)
+        return {points[point]: value for point, value in seen.items()}
+
+
+def _names(model: HookedModel) -> set[str]:
+    """The activations of both runs that senders and receivers are made of."""
+    layers = range(model.cfg.n_layers)
+    points = ["resid_pre", "attn_out", "z", *([] if model.cfg.attn_only else ["mlp_out"])]
+    names = {hook_name(model, point, layer) for layer in layers for point in points}
+    return names | {hook_name(model, "resid_post", layers[-1])}
+
+
+def _paths(
+    model: HookedModel,
+    trials: Trials,
+    senders: Sequence[str] | None,
+    receivers: Sequence[str] | None,
+    inputs: Sequence[str],
+) -> list[tuple[_End, _End]]:
+    """The pairs, sender by sender, whose receiver lies above the sender."""
+    layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
+    every = [f"L{layer}H{head}" for layer in layers for head in heads]
+    if senders is None:
+        mlps = [] if model.cfg.attn_only else [f"L{layer} MLP" for layer in layers]
+        senders = [EMBED, *every, *mlps]
+    unknown = [name for name in inputs if name not in INPUTS]
+    if unknown:
+        raise HysteresisError(f"no input {unknown[0]!r}; a head has q, k and v")
+    # With grouped keys and values there are fewer of them than heads.
+    groups = model.cfg.n_key_value_heads or model.cfg.n_heads
+    if getattr(model.cfg, "ungroup_grouped_query_attention", False):
+        groups = model.cfg.n_heads
+    ends = []
+    for name in receivers if receivers is not None else [*every, LOGITS]:
+        if name == LOGITS:
+            ends.append(_End(LOGITS, model.cfg.n_layers))
+            continue
+        end = _component(model, name)
+        if end.head is None:
+            raise HysteresisError(f"receivers are heads or {LOGITS!r}; found {name!r}")
+        for input in inputs:
+            if input == "q" or end.head < groups:
+                ends.append(replace(end, input=input))
+            elif receivers is not None:
+                raise HysteresisError(
+                    f"{name} has no {input} of its own: the model has {groups} groups of keys and "
+                    "values, and as their receiver a head is the number of a group"
+                )
+    starts = [_component(model, name) for name in senders]
+    paths = [(s, r) for s in starts for r in ends if s.layer < r.layer]
+    if not paths:
+        raise HysteresisError("no path leads from these senders to these receivers")
+    return paths
+
+
+def _component(model: HookedModel, name: str) -> _End:
+    """A sender or receiver from its name."""
+    if name == EMBED:
+        return _End(EMBED, -1)
+    match = re.fullmatch(r"L(\d+)(?:H(\d+)| (MLP))", name)
+    if match is None:
+        raise HysteresisError(f"{name!r} is no component: say 'L0H3', 'L0 MLP' or {EMBED!r}")
+    layer, head = int(match[1]), None if match[2] is None else int(match[2])
+    if layer >= model.cfg.n_layers or (head is not None and head >= model.cfg.n_heads):
+        raise HysteresisError(
+            f"no {name}: the model has {model.cfg.n_layers} layers of {model.cfg.n_heads} heads"
+        )
+    if head is None and model.cfg.attn_only:
+        raise HysteresisError(f"no {name}: the model has no MLPs")
+    return _End(name, layer, head)
