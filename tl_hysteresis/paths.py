@@ -210,17 +210,19 @@ class _Walk:
         """Activations of one layer under hooks."""
         seen: dict[str, Tensor] = {}
 
-        def keep(activation: Tensor, hook: HookPoint) -> None:
-            seen[str(hook.name)] = activation
+        def keep(name: str) -> Hook:
+            def run(activation: Tensor, hook: HookPoint) -> None:
+                seen[name] = activation
+
+            return name, run
 
         model, streams = self.run.model, self.run.streams
-        points = {model.hook_dict[name].name: name for name in names}
-        with measuring(model), intervene(model, [*hooks, *((name, keep) for name in names)]):
+        with measuring(model), intervene(model, [*hooks, *map(keep, names)]):
             if streams is None:
                 model(self.run.trials.tokens)
             else:
                 model(streams[layer], start_at_layer=layer, stop_at_layer=layer + 1)
-        return {points[point]: value for point, value in seen.items()}
+        return seen
 
 
 def _names(model: HookedModel) -> set[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from tl_hysteresis.errors import HysteresisError
-from tl_hysteresis.interventions import read_activations, run_and_read
+from tl_hysteresis.interventions import Hook, read_activations, run_and_read
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.patching import BaseRun, margins_under, patched_margins
 from tl_hysteresis.replacement import mean_reference, mean_replacement
@@ -32,6 +32,7 @@ from tl_hysteresis.sites import (
     hook_name,
     measuring,
     mlp_site,
+    refusals,
     trial_slices,
 )
 from tl_hysteresis.tasks import Trials
@@ -294,25 +295,46 @@ def _gradients(
     model: HookedModel, trials: Trials, names: set[str]
 ) -> tuple[Float[Tensor, " trial"], dict[str, Tensor], dict[str, Tensor]]:
     """Margins, the activations at the named points, and the gradients of the margins there."""
+    asked = {name: _seen_by_gradients(model, name) for name in names}
+    points = sorted({*names, *asked.values()})
     kept: dict[str, Tensor] = {}
 
-    def keep(activation: Tensor, hook: HookPoint) -> Tensor | None:
-        # The first point that is reached starts the graph where the parameters do not.
-        if activation.requires_grad:
-            kept[str(hook.name)] = activation
-            return None
-        kept[str(hook.name)] = activation.detach().requires_grad_()
-        return kept[str(hook.name)]
+    def keep(name: str) -> Hook:
+        def run(activation: Tensor, hook: HookPoint) -> Tensor | None:
+            # The first point that is reached starts the graph where the parameters do not.
+            needed = activation.requires_grad
+            kept[name] = activation if needed else activation.detach().requires_grad_()
+            return None if needed else kept[name]
+
+        return name, run
 
     with measuring(model), torch.inference_mode(False), torch.enable_grad():
-        with model.hooks(fwd_hooks=[(name, keep) for name in sorted(names)]):
+        with model.hooks(fwd_hooks=[keep(name) for name in points]):
             margins = logit_margin(model(trials.tokens), trials)
-        found = torch.autograd.grad(margins.sum(), [kept[n] for n in names], allow_unused=True)
+        wanted = [kept[asked[name]] for name in names]
+        found = torch.autograd.grad(margins.sum(), wanted, allow_unused=True)
     gradients = {
         name: torch.zeros_like(kept[name]) if gradient is None else gradient
         for name, gradient in zip(names, found, strict=True)
     }
     return margins.detach(), {name: kept[name].detach() for name in names}, gradients
+
+
+def _seen_by_gradients(model: HookedModel, name: str) -> str:
+    """The point whose gradient is that of the named one.
+
+    Where a model computes past a hook, so does its gradient. What the attention adds to the middle
+    of the stream has the gradient of that middle.
+
+    Raises:
+        HysteresisError: another point whose write the model would ignore or apply by half.
+    """
+    refused = refusals(model, [name])
+    if refused and name.endswith("hook_resid_mid"):
+        return name.replace("hook_resid_mid", "hook_attn_out")
+    if refused:
+        raise HysteresisError(refused[name])
+    return name
 
 
 _Sites = list[tuple[int, str, Site]]

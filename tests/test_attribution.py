@@ -1,0 +1,120 @@
+"""Attribution patching is the derivative of exact patching, and exact where nothing bends."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from zoo import BRIDGES, KINDS, a_model, left_as_it_was, trials_pair
+
+from tl_hysteresis.comparison import agreement
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.interventions import read_activations
+from tl_hysteresis.patching import BaseRun, patched_margins
+from tl_hysteresis.routes import attribution_map, route_map
+from tl_hysteresis.sites import MAX_BYTES, Site, hook_name
+
+CLEAN, CORRUPTED = trials_pair()
+POINTS = ("resid_pre", "resid_mid", "attn_out", "mlp_out", "z", "q", "k", "v", "pattern")
+
+
+def test_it_is_the_derivative_of_exact_patching() -> None:
+    """A small step from one run's activation towards the other's, by exact patching."""
+    model, step = a_model("float64"), 1e-6
+    run = BaseRun.of(model, CORRUPTED)
+    found = attribution_map(model, CLEAN, CORRUPTED, points=POINTS, by="position")
+    each = torch.eye(7, dtype=torch.bool)[:, None].expand(-1, len(CLEAN), -1)
+    for row, effects in zip(found.table.itertuples(), found.effects, strict=True):
+        if row.position:
+            continue
+        name = hook_name(model, row.point, row.layer)
+        site = Site(name, None if pd.isna(row.head) else int(row.head))
+        there, here = (
+            site.read(read_activations(model, trials, [name])[name])
+            for trials in (CLEAN, CORRUPTED)
+        )
+        moved = patched_margins(run, site, here + step * (there - here), each, max_bytes=MAX_BYTES)
+        of_site = (
+            (found.table["layer"] == row.layer)
+            & (found.table["point"] == row.point)
+            & (found.table["head"].isna() if site.head is None else found.table["head"] == row.head)
+        )
+        derivative = (moved - run.margins) / step
+        expected = found.effects[of_site.tolist()]
+        torch.testing.assert_close(derivative, expected, atol=1e-5, rtol=1e-4)
+        assert torch.equal(expected[0], effects)
+
+
+def test_it_is_exact_where_the_margin_is_linear() -> None:
+    """Without norms, the margin is linear in what the last layer writes."""
+    model = a_model("no norm")
+    points = ["resid_post", "mlp_out"]
+    exact = route_map(model, CLEAN, CORRUPTED, points=points, by="position")
+    found = attribution_map(model, CLEAN, CORRUPTED, points=points, by="position")
+    last = (exact.table["layer"] == 1).tolist()
+    scale = exact.effects.abs().max().item()
+    torch.testing.assert_close(
+        found.effects[last], exact.effects[last], atol=1e-5 * (1.0 + scale), rtol=0.0
+    )
+    assert found.effects[last].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", [*KINDS, *BRIDGES])
+def test_it_maps_the_same_sites_on_every_model_and_leaves_no_graph(name: str) -> None:
+    model = a_model(name)
+    unchanged = left_as_it_was(model)
+    points = ["resid_pre", "resid_post", "attn_out", "z"]
+    if not (model.cfg.attn_only or model.cfg.parallel_attn_mlp):
+        points.append("resid_mid")
+    exact = route_map(model, CLEAN, CORRUPTED, points=points, shares=False)
+    found = attribution_map(model, CLEAN, CORRUPTED, points=points, shares=False)
+    assert unchanged()
+    keys = list(exact.axes)
+    assert found.table[keys].equals(exact.table[keys])
+    assert not found.effects.requires_grad
+    assert torch.equal(found.clean, exact.clean)
+    assert np.isfinite(found.table["effect"]).all()
+    report = agreement(exact, found)
+    assert report.largest_error >= report.mean_error >= 0.0
+    assert report.comparison.n_sites == len(exact.table)
+
+
+def test_parameters_without_gradients_and_inference_mode_are_no_hindrance() -> None:
+    model = a_model("LN")
+    expected = attribution_map(model, CLEAN, CORRUPTED)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert torch.equal(attribution_map(model, CLEAN, CORRUPTED).effects, expected.effects)
+    with torch.inference_mode():
+        assert torch.equal(attribution_map(model, CLEAN, CORRUPTED).effects, expected.effects)
+    with torch.no_grad():
+        assert torch.equal(attribution_map(model, CLEAN, CORRUPTED).effects, expected.effects)
+
+
+def test_budget_and_direction() -> None:
+    model = a_model("LN")
+    whole = attribution_map(model, CLEAN, CORRUPTED, direction="noising")
+    part = attribution_map(model, CLEAN, CORRUPTED, direction="noising", max_bytes=1)
+    torch.testing.assert_close(part.effects, whole.effects, atol=1e-5, rtol=0.0)
+    exchanged = attribution_map(model, CORRUPTED, CLEAN)
+    torch.testing.assert_close(whole.effects, exchanged.effects, atol=1e-6, rtol=0.0)
+    assert whole.direction == "noising"
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_gradients_do_not_pass_by_a_half_applied_site(name: str) -> None:
+    """To first order, the middle of the last layer's stream is the embedding of a small step."""
+    model = a_model(name).double()
+    points = ["resid_mid"]
+    clean, close = CLEAN, CORRUPTED
+    found = attribution_map(model, clean, close, points=points, by="position", shares=False)
+    run = BaseRun.of(model, close)
+    site = Site("blocks.1.hook_resid_mid")
+    there, here = (
+        read_activations(model, trials, [site.name])[site.name] for trials in (clean, close)
+    )
+    each = torch.eye(7, dtype=torch.bool)[:, None].expand(-1, len(clean), -1)
+    moved = patched_margins(run, site, here + 1e-6 * (there - here), each, max_bytes=MAX_BYTES)
+    derivative = ((moved - run.margins) / 1e-6).double()
+    torch.testing.assert_close(found.effects[7:], derivative, atol=1e-5, rtol=1e-4)
+    with pytest.raises(HysteresisError, match="is ignored"):
+        attribution_map(a_model("native bridge"), clean, close, points=["pattern"])
