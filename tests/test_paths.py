@@ -1,6 +1,6 @@
 """Path patching equals TransformerLens's split inputs with hooks written by hand, edge by edge."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def by_hand(
         hook = (f"blocks.{receiver[0]}.hook_{input}_input", exchange)
         patched = model.run_with_hooks(CORRUPTED.tokens, fwd_hooks=[hook])
         model.set_use_split_qkv_input(False)
-    effect = logit_margin(patched, CLEAN) - logit_margin(logits, CLEAN)
+    effect = logit_margin(patched, CLEAN) - logit_margin(cast(Tensor, logits), CLEAN)
     return effect.double().mean().item()
 
 
@@ -56,13 +56,13 @@ def test_paths_are_those_of_split_inputs(name: str) -> None:
         senders=["L0H1", "L0 MLP"],
         receivers=[f"L{last}H2", "L1H3"],
         shares=False,
-    ).table.set_index(["sender", "receiver", "input"])["effect"]
-    for (sender, receiver, input), effect in found.items():
-        layer, head = (0, 1) if sender == "L0H1" else (0, None)
+    ).table
+    for _, row in found.iterrows():
+        sender, receiver, input, effect = row[["sender", "receiver", "input", "effect"]]
         to = int(receiver[1]), int(receiver[3])
-        expected = by_hand(model, (layer, head), to, input)
+        expected = by_hand(model, (0, 1 if sender == "L0H1" else None), to, input)
         assert effect == pytest.approx(expected, abs=1e-9)
-    assert found.abs().max() > 1e-3
+    assert found["effect"].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["no norm", "attention only"])

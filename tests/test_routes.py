@@ -3,14 +3,11 @@
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
-import scipy.stats
 import torch
 from torch import Tensor
 from transformer_lens import HookedTransformer, patching
 
-from tl_hysteresis.comparison import compare_routes
 from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.measures import logit_margin
@@ -135,29 +132,3 @@ def test_replacement_margins_are_those_of_a_whole_run() -> None:
         logits = model.run_with_hooks(CLEAN.tokens, fwd_hooks=[(name, by_hand)])
         margin = logit_margin(logits, CLEAN).mean().item()
         assert table[f"L{layer}H{head}"] == pytest.approx(margin, abs=1e-5)
-
-
-def a_map(effects: list[float]) -> pd.DataFrame:
-    sites = {"layer": range(len(effects)), "point": "resid_pre", "role": "query"}
-    return pd.DataFrame({**sites, "effect": effects})
-
-
-def test_topology_is_scipys_correlation_and_gain_the_least_squares_slope() -> None:
-    rng = generator(0, "maps", 0)
-    first, second = (list(rng.normal(size=20)) for _ in range(2))
-    found = compare_routes(a_map(first), a_map(second))
-    assert found.topology == pytest.approx(scipy.stats.pearsonr(first, second).statistic)
-    slope = np.linalg.lstsq(np.array(second)[:, None], np.array(first), rcond=None)[0][0]
-    assert found.gain == pytest.approx(slope)
-    shuffled = a_map(first).sample(frac=1.0, random_state=0)
-    assert compare_routes(shuffled, a_map(second)).gain == pytest.approx(slope)
-
-
-def test_maps_that_cannot_be_compared_are_refused() -> None:
-    good = a_map([0.0, 1.0, 2.0, 3.0])
-    with pytest.raises(HysteresisError, match="second route map is constant"):
-        compare_routes(good, a_map([1.0] * 4))
-    with pytest.raises(HysteresisError, match="4 and 3 sites have 3 in common"):
-        compare_routes(good, a_map([0.0, 1.0, 2.0]))
-    with pytest.raises(HysteresisError, match="over 2 sites"):
-        compare_routes(a_map([0.0, 1.0]), a_map([1.0, 0.0]))

@@ -56,16 +56,16 @@ def test_a_bridges_half_applied_and_ignored_sites_are_found(name: str) -> None:
             CORRUPTED.tokens, fwd_hooks=[(name_of_point, lambda act, hook, value=value: value)]
         )
         assert torch.allclose(patched, clean, atol=1e-5) == expected
-    for point, verdict in verdicts.items():
+    for ignored, verdict in verdicts.items():
         if list(verdict) == ["ignored"]:
             zeroed = model.run_with_hooks(
                 CORRUPTED.tokens,
-                fwd_hooks=[(hook_name(model, str(point), 1), lambda act, hook: act * 0.0)],
+                fwd_hooks=[(hook_name(model, str(ignored), 1), lambda act, hook: act * 0.0)],
             )
             assert torch.equal(zeroed, corrupted)
 
 
-def test_a_model_that_drops_a_write_is_caught() -> None:
+def test_a_model_that_drops_a_write_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook point that fires, but whose output the model does not use."""
     model = a_model("LN")
     block = model.blocks[1]
@@ -75,7 +75,7 @@ def test_a_model_that_drops_a_write_is_caught() -> None:
         block.hook_mlp_out(written)
         return written
 
-    block.apply_mlp = deaf
+    monkeypatch.setattr(block, "apply_mlp", deaf)
     table = check_sites(model).set_index("name")
     assert table.loc["blocks.1.hook_mlp_out", "verdict"] == "ignored"
     assert table.loc["blocks.0.hook_mlp_out", "verdict"] == "honoured"
