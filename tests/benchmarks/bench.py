@@ -6,22 +6,28 @@ the machine falls on all of them.
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+from transformer_lens import patching as theirs
 
 from tl_hysteresis.config import StudyConfig
+from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
+from tl_hysteresis.routes import RouteMap, route_map
 from tl_hysteresis.schedules import constant_plan
-from tl_hysteresis.tasks import Batch, make_task
+from tl_hysteresis.tasks import Batch, Trials, draw_conflict, generator, make_task
 from tl_hysteresis.training import Population
 
+os.environ["TQDM_DISABLE"] = "1"
 REPEATS, UPDATES = 7, 6
 
 
@@ -29,6 +35,7 @@ def main() -> None:
     """Print every figure."""
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     training()
+    patching()
     startup()
 
 
@@ -118,6 +125,67 @@ def training() -> None:
         print(f"  {name:<36}{median(rates):12.1f}{median(pairs):22.2f} x")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"  peak memory of this process: {peak:.0f} MiB")
+
+
+def patching() -> None:
+    """The whole route map of the study's model, against TransformerLens's own patching."""
+    config = StudyConfig()
+    task = make_task(config.task)
+    shape = hooked_config(config.model, d_vocab=task.d_vocab, n_ctx=task.n_ctx)
+    model = build_model(shape, seed=0)
+    points = ["resid_pre", "resid_mid", "resid_post", "z"]
+    resid_post = partial(
+        theirs.generic_activation_patch,
+        patch_setter=theirs.layer_pos_patch_setter,
+        activation_name="resid_post",
+        index_axis_names=("layer", "pos"),
+    )
+    maps: dict[str, Callable[..., torch.Tensor]] = {
+        "resid_pre": theirs.get_act_patch_resid_pre,
+        "resid_mid": theirs.get_act_patch_resid_mid,
+        "resid_post": resid_post,
+        "z": theirs.get_act_patch_attn_head_out_by_pos,
+    }
+    print("\nroute map, 3 points x 2 layers x 17 positions and 8 heads x 17 positions")
+    print("  trials  corrupted                      seconds   transformer_lens.patching      ratio")
+    for n, corruption in ((16, "value"), (256, "value"), (16, "all tokens"), (256, "all tokens")):
+        clean = draw_conflict(task, n, seed=0, stream="bench")
+        if corruption == "value":
+            corrupted = task.corrupt(clean, "value", rng=generator(0, "bench", 0))
+        else:
+            corrupted = draw_conflict(task, n, seed=1, stream="bench")
+
+        def metric(logits: torch.Tensor, clean: Trials = clean) -> torch.Tensor:
+            return logit_margin(logits, clean).mean()
+
+        def one_pass_a_site(
+            clean: Trials = clean,
+            corrupted: Trials = corrupted,
+            metric: Callable[[torch.Tensor], torch.Tensor] = metric,
+        ) -> dict[str, torch.Tensor]:
+            with torch.no_grad():
+                _, cache = model.run_with_cache(clean.tokens)
+                base = metric(model(corrupted.tokens))
+                found = {p: f(model, corrupted.tokens, cache, metric) for p, f in maps.items()}
+                return {p: effects - base for p, effects in found.items()}
+
+        def packed(clean: Trials = clean, corrupted: Trials = corrupted) -> RouteMap:
+            return route_map(model, clean, corrupted, points=points, by="position")
+
+        expected, found = one_pass_a_site(), packed()  # also a warm-up
+        for point in points:
+            effects = expected[point].transpose(1, -1) if point == "z" else expected[point]
+            assert torch.allclose(found.tensor(point), effects.double(), atol=1e-5)
+        runs: tuple[Callable[[], object], ...] = (packed, one_pass_a_site)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(5):
+            for taken, run in zip(seconds, runs, strict=True):
+                begun = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - begun)
+        ratio = median(b / a for a, b in zip(*seconds, strict=True))
+        ours, whole = median(seconds[0]), median(seconds[1])
+        print(f"  {n:6}  {corruption:<26}{ours:12.3f}{whole:28.3f}{ratio:11.1f} x")
 
 
 def startup() -> None:
