@@ -44,7 +44,7 @@ format: $(INSTALLED) ## format the code and fix what the linter can fix
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## run the benchmarks
-	$(BIN)/python tests/benchmarks/bench.py
+	TQDM_DISABLE=1 $(BIN)/python tests/benchmarks/bench.py
 
 clean: ## remove the environment, caches and build products (run folders stay)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .benchmarks .hypothesis

@@ -238,7 +238,7 @@ def _pearson(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:
     a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):  # a resample can be constant: it is left out
         found: np.ndarray = (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
-    return found
+    return found.clip(-1.0, 1.0)  # rounding can leave it just outside
 
 
 def _spearman(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:

@@ -56,8 +56,8 @@ class Trials:
             )
         for name in ("tokens", "contextual", "fixed"):
             ids = getattr(self, name)
-            if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-                raise HysteresisError(f"{name} are token ids, whole numbers; found {ids.dtype}")
+            if ids.dtype != torch.int64:
+                raise HysteresisError(f"{name} are token ids, of torch.int64; found {ids.dtype}")
             if ids.device != self.tokens.device:
                 raise HysteresisError(
                     f"{name} are on {ids.device}, the tokens on {self.tokens.device}"
@@ -120,15 +120,13 @@ class Trials:
                     f"trial {index} has {length} tokens, trial 0 has {lengths[0]}: "
                     "all trials need one length"
                 )
-        tokens = torch.as_tensor(prompts)
-        trials = cls(
-            tokens,
-            torch.as_tensor(contextual, device=tokens.device),
-            torch.as_tensor(fixed, device=tokens.device),
-        )
+        tokens = _token_ids(prompts)
+        answers = [_token_ids(ids).to(tokens.device) for ids in (contextual, fixed)]
+        trials = cls(tokens, contextual=answers[0], fixed=answers[1])
         if roles is None:
             return trials
-        every = [list(roles)] * len(tokens) if isinstance(roles[0], str) else [*map(list, roles)]
+        one_for_all = bool(roles) and isinstance(roles[0], str)
+        every = [list(roles)] * len(tokens) if one_for_all else [list(names) for names in roles]
         if [len(names) for names in every] != lengths:
             raise HysteresisError(
                 "roles must name each position, for all trials at once or for each: "
@@ -424,6 +422,13 @@ def concatenate(parts: Sequence[Trials]) -> Trials:
         roles=torch.cat(roles) if roles else None,
         role_names=first.role_names,
     )
+
+
+def _token_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+    """As int64, if whole numbers are given."""
+    given = torch.as_tensor(ids)
+    whole = not given.is_floating_point() and given.dtype != torch.bool
+    return given.long() if whole or not given.numel() else given
 
 
 def _kind(trials: Trials) -> str:

@@ -6,7 +6,6 @@ the machine falls on all of them.
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from tl_hysteresis.schedules import constant_plan
 from tl_hysteresis.tasks import Batch, Trials, draw_conflict, generator, make_task
 from tl_hysteresis.training import Population
 
-os.environ["TQDM_DISABLE"] = "1"
 REPEATS, UPDATES = 7, 6
 
 
