@@ -108,9 +108,23 @@ def test_paths_on_every_model(name: str) -> None:
     assert not found.effects.requires_grad
     # The corruption stands at "value": at other positions the embedding brings nothing.
     for role, nothing in (("value", False), ("start", True)):
-        part = path_map(model, CLEAN, CORRUPTED, senders=[EMBED], role=role, shares=False)
+        part = path_map(model, CLEAN, CORRUPTED, senders=EMBED, roles=role, shares=False)
         heads = part.table[part.table["input"] != ""]["effect"].abs().max()
         assert (heads < 1e-6) == nothing
+
+
+def test_paths_by_position_and_role() -> None:
+    model = a_model("LN")
+    whole = path_map(model, CLEAN, CORRUPTED, senders="L0H0", receivers="L1H0", inputs="q")
+    each = path_map(
+        model, CLEAN, CORRUPTED, senders="L0H0", receivers="L1H0", inputs="q", by="position"
+    )
+    # Queries of the last layer matter at the last position alone.
+    assert each.table["effect"][:6].abs().max() < 1e-6
+    assert each.table["effect"][6] == pytest.approx(whole.table["effect"][0], abs=1e-6)
+    role = path_map(model, CLEAN, CORRUPTED, senders="L0H0", receivers="L1H0", roles="query")
+    assert role.table["effect"][0] == pytest.approx(whole.table["effect"][0], abs=1e-6)
+    assert role.matrix("k", values="share").index.to_list() == [("L0H0", "query")]
 
 
 def test_noising_is_denoising_with_the_runs_exchanged() -> None:
@@ -138,7 +152,7 @@ def test_refusals() -> None:
         ({"receivers": ["L1 MLP"]}, "receivers are heads or 'logits'"),
         ({"senders": ["L1H0"], "receivers": ["L1H1"]}, "no path leads"),
         ({"inputs": ["o"]}, "no input 'o'"),
-        ({"role": "verb"}, "no role 'verb'"),
+        ({"roles": "verb"}, "no role 'verb'"),
     ):
         with pytest.raises(HysteresisError, match=message):
             path_map(model, CLEAN, CORRUPTED, **arguments)

@@ -12,7 +12,8 @@ from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
-from tl_hysteresis.routes import components, replacement_margins, route_map
+from tl_hysteresis.routes import replacement_margins, route_map
+from tl_hysteresis.sites import component_sites, components
 from tl_hysteresis.tasks import AssociativeRecall, Trials, draw_conflict, generator
 
 TASK = AssociativeRecall(n_keys=6, n_values=8, n_pairs=3)
@@ -132,3 +133,54 @@ def test_replacement_margins_are_those_of_a_whole_run() -> None:
         logits = model.run_with_hooks(CLEAN.tokens, fwd_hooks=[(name, by_hand)])
         margin = logit_margin(logits, CLEAN).mean().item()
         assert table[f"L{layer}H{head}"] == pytest.approx(margin, abs=1e-5)
+
+
+def test_a_matrix_shows_the_tensor_with_names() -> None:
+    model, corrupted = a_model(), corrupt()
+    found = route_map(model, CLEAN, corrupted, points=["z", "resid_pre"])
+    heads = found.matrix("z")
+    assert list(heads.index) == ["L0H0", "L0H1", "L1H0", "L1H1"]
+    assert list(heads.columns) == list(CLEAN.role_names)
+    np.testing.assert_array_equal(heads, found.tensor("z").flatten(0, 1))
+    shares = found.matrix("resid_pre", values="share")
+    np.testing.assert_allclose(shares * found.scale, found.tensor("resid_pre"), atol=1e-12)
+    assert list(shares.index) == ["L0", "L1"]
+    everywhere = route_map(model, CLEAN, corrupted, points="z", by="all", shares=False)
+    assert list(everywhere.matrix("z").columns) == ["all"]
+    with pytest.raises(HysteresisError, match="has no 'share'"):
+        everywhere.matrix("z", values="share")
+    with pytest.raises(HysteresisError, match="no point 'k'; it has z"):
+        everywhere.matrix("k")
+
+
+def test_per_trial_effects_are_those_of_the_table() -> None:
+    found = route_map(a_model(), CLEAN, corrupt(), points=["z"])
+    long = found.per_trial()
+    assert len(long) == len(found.table) * len(CLEAN)
+    means = long.groupby(found.axes, sort=False)["effect"].mean().to_numpy()
+    np.testing.assert_allclose(means, found.table["effect"])
+    # The third trial alone.
+    alone = route_map(
+        a_model(), CLEAN.select(slice(2, 3)), corrupt().select(slice(2, 3)), points="z"
+    )
+    third = long[long["trial"] == 2]["effect"].to_numpy()
+    np.testing.assert_allclose(alone.table["effect"], third, atol=1e-6)
+
+
+def test_the_dominant_head_is_the_largest_in_size() -> None:
+    found = route_map(a_model(), CLEAN, corrupt(), points=["z"])
+    heads = found.tensor("z").abs().amax(dim=2)
+    layer, head = divmod(int(heads.argmax()), heads.shape[1])
+    assert found.dominant_head() == f"L{layer}H{head}"
+    with pytest.raises(HysteresisError, match="no heads"):
+        route_map(a_model(), CLEAN, corrupt()).dominant_head()
+
+
+def test_replaced_parts_can_be_chosen() -> None:
+    model = a_model()
+    parts = {"two heads": component_sites(model, "L0H1", "L1H0"), "nothing": []}
+    table = replacement_margins(model, CLEAN, parts=parts).set_index("component")["margin"]
+    assert list(table.index) == ["intact", "two heads", "nothing"]
+    assert table["nothing"] == pytest.approx(table["intact"], abs=1e-6)
+    with pytest.raises(HysteresisError, match="no component 'L7H0'; there are all heads"):
+        component_sites(model, "L7H0")

@@ -21,10 +21,8 @@ def test_a_hooked_transformer_honours_every_site(name: str) -> None:
     model = a_model(name)
     unchanged = left_as_it_was(model)
     table = check_sites(model)
-    # Without `use_attn_result` that hook does not fire, and without MLPs theirs do not.
-    silent = {"result", *(["mlp_out"] if model.cfg.attn_only else [])}
-    for row in table.itertuples():
-        assert row.verdict == ("absent" if row.point in silent else "honoured"), row
+    for row in table.itertuples():  # without `use_attn_result` that hook does not fire
+        assert row.verdict == ("absent" if row.point == "result" else "honoured"), row
     assert set(table["layer"]) == set(range(model.cfg.n_layers))
     assert unchanged()
 

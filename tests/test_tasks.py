@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -496,3 +497,49 @@ class TestTrials:
         other = replace(three, role_names=("query", "key", "answer"))
         with pytest.raises(HysteresisError, match="'answer'.* do not follow .*'value'"):
             concatenate([three, other])
+
+
+def test_trials_from_lists() -> None:
+    roles = ["key", "value", "query"]
+    trials = Trials.of([[1, 2, 1], [3, 4, 3]], [2, 4], [5, 5], roles=roles)
+    assert trials.tokens.tolist() == [[1, 2, 1], [3, 4, 3]]
+    assert trials.tokens.dtype == trials.fixed.dtype == torch.int64
+    assert trials.positions("value").tolist() == [[False, True, False]] * 2
+    each = Trials.of([[1, 2, 1], [3, 4, 3]], [2, 4], [5, 5], roles=[roles, roles[::-1]])
+    assert each.positions("key").tolist() == [[True, False, False], [False, False, True]]
+    assert Trials.of(torch.zeros(2, 3, dtype=torch.int32), [2, 4], [5, 5]).roles is None
+    other = trials.with_tokens(trials.tokens + 1)
+    assert other.tokens.tolist() == [[2, 3, 2], [4, 5, 4]]
+    assert other.contextual is trials.contextual and other.role_names == tuple(roles)
+    assert other.fingerprint != trials.fingerprint
+    assert each.fingerprint != trials.fingerprint
+    assert trials.select(slice(None)).fingerprint == trials.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1, 2], [1, 2, 3]], [0, 0], [1, 1]), "trial 1 has 3 tokens, trial 0 has 2"),
+        (([[0.5, 1.0]], [0], [1]), "tokens are token ids, of torch.int64; found torch.float32"),
+        (([[1, 2]], [0, 1], [1]), "contextual answers have shape"),
+        (([[1, 2]], [-1], [1]), "-1 is not a token id"),
+    ],
+)
+def test_prompts_that_make_no_trials_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(HysteresisError, match=message):
+        Trials.of(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (["key"], "roles must name each position"),
+        ([["key", "value"]], "roles must name each position"),
+        ([], "roles must name each position"),
+        ([["a", "b"], ["a"]], "roles must name each position"),
+        (torch.zeros(2, 2, dtype=torch.long), "roles are names here"),
+    ],
+)
+def test_roles_that_fit_no_position_are_refused(roles: Any, message: str) -> None:
+    with pytest.raises(HysteresisError, match=message):
+        Trials.of([[1, 2], [3, 4]], [0, 0], [1, 1], roles=roles)

@@ -35,6 +35,7 @@ from .replacement import resampled_reference as resampled_reference
 from .replacement import zero_reference as zero_reference
 from .results import StudyResult as StudyResult
 from .results import load_study as load_study
+from .routes import EffectMap as EffectMap
 from .routes import RouteMap as RouteMap
 from .routes import attribution_map as attribution_map
 from .routes import replacement_margins as replacement_margins
@@ -47,6 +48,8 @@ from .schedules import verify_matched as verify_matched
 from .sites import Site as Site
 from .sites import attention_site as attention_site
 from .sites import check_sites as check_sites
+from .sites import component_sites as component_sites
+from .sites import components as components
 from .sites import head_sites as head_sites
 from .sites import mlp_site as mlp_site
 from .statistics import Interval as Interval

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -153,7 +153,7 @@ def compare_seeds(
     return pd.DataFrame(rows, columns=names)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Agreement:
     """How far an approximate route map agrees with the exact one."""
 
@@ -167,6 +167,8 @@ class Agreement:
     """The site where it is."""
     largest_effect: float
     """Size of the largest exact effect, in logits, to judge the errors by."""
+    table: pd.DataFrame = field(repr=False)
+    """One row a site, as in the exact map: `exact`, `approximate` (effects, in logits)."""
 
 
 def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreement:
@@ -189,6 +191,7 @@ def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreem
         largest_error=float(error.max()),
         worst_site=", ".join(f"{axis} {value}" for axis, value in worst.items()),
         largest_effect=float(np.abs(a).max()),
+        table=exact.table[exact.axes].iloc[i].assign(exact=a, approximate=b).sort_index(),
     )
 
 

@@ -24,6 +24,7 @@ from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.sites import (
     HookedModel,
     Site,
+    check_are_sites,
     check_hook_point,
     check_trials,
     measuring,
@@ -111,6 +112,7 @@ def patch_activations(
         >>> bool(torch.allclose(patched, model(clean)))
         True
     """
+    check_are_sites(sites)
     missing = [site for site in sites if site.name not in source]
     if missing:
         raise HysteresisError(f"the source run holds no activation of {missing[0].name!r}")

@@ -22,12 +22,19 @@ from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, intervene, overwrite, run_and_read
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.patching import BaseRun, patched_margins
-from tl_hysteresis.routes import Direction, EffectMap, effect_map, share_scale
+from tl_hysteresis.routes import (
+    By,
+    Direction,
+    EffectMap,
+    check_runs,
+    choices,
+    effect_map,
+    share_scale,
+)
 from tl_hysteresis.sites import (
     MAX_BYTES,
     HookedModel,
     Site,
-    check_trials,
     hook_name,
     measuring,
     trial_slices,
@@ -40,23 +47,33 @@ INPUTS = ("q", "k", "v")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PathMap(EffectMap):
-    """Effects by `sender`, `receiver` and the receiver's `input` ("q", "k", "v"; "" for logits)."""
+    """Effects by `sender`, `receiver` and the receiver's `input` ("q", "k", "v"; "" for logits).
 
-    def matrix(self, input: str) -> pd.DataFrame:
-        """Mean effects at one input: a row for each sender, a column for each receiver.
+    And by `role` or `position`, unless paths are patched at all positions at once.
+    """
 
-        A pair with no path, the receiver not being above the sender, is left blank.
+    def matrix(self, input: str, *, values: str = "effect") -> pd.DataFrame:
+        """Mean effects, or shares, at one input as a frame to look at.
+
+        A row for each sender, and for each role or position of it if the map goes by them; a column
+        for each receiver. A pair with no path, the receiver not being above the sender, is blank.
+
+        Args:
+            input: "q", "k", "v", or "" for the logits.
+            values: "effect", in logits, or "share".
 
         Raises:
-            HysteresisError: an input that the map does not have.
+            HysteresisError: an input, or values, that the map does not have.
         """
-        part = self.table[self.table["input"] == input]
+        part = self._values(self.table, values)[self.table["input"] == input]
         if part.empty:
             raise HysteresisError(
                 f"the map has no input {input!r}; it has {sorted(self.table['input'].unique())}"
             )
-        wide = part.pivot(index="sender", columns="receiver", values="effect")
-        return wide.loc[part["sender"].unique(), part["receiver"].unique()]
+        rows = [axis for axis in ("sender", "role", "position") if axis in part]
+        return part.pivot_table(
+            index=rows, columns="receiver", values=values, sort=False, dropna=False
+        )
 
 
 def path_map(
@@ -64,10 +81,11 @@ def path_map(
     clean: Trials,
     corrupted: Trials,
     *,
-    senders: Sequence[str] | None = None,
-    receivers: Sequence[str] | None = None,
-    inputs: Sequence[str] = INPUTS,
-    role: str | None = None,
+    senders: str | Sequence[str] | None = None,
+    receivers: str | Sequence[str] | None = None,
+    inputs: str | Sequence[str] = INPUTS,
+    by: By = "all",
+    roles: str | Sequence[str] | None = None,
     direction: Direction = "denoising",
     shares: bool = True,
     max_bytes: int = MAX_BYTES,
@@ -87,7 +105,8 @@ def path_map(
         senders: "L0H3", "L0 MLP", or "embed" for token and position embedding; None for all.
         receivers: "L1H2", or "logits"; None for all.
         inputs: of the receiving heads: "q", "k", "v".
-        role: the path at the positions of one role alone; None for all positions.
+        by: a path at "all" positions at once, or at those of each "role", or at each "position".
+        roles: names of roles; None for all.
         direction: "denoising", clean into corrupted, or "noising", corrupted into clean.
         shares: False leaves them out, where the two runs' margins differ too little to divide by.
         max_bytes: of activations held at a time, about.
@@ -115,32 +134,27 @@ def path_map(
     Source: Wang et al. (2022), Interpretability in the wild; Goldowsky-Dill et al. (2023),
     Localizing model behavior with path patching.
     """
-    if direction not in ("denoising", "noising"):
-        raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
-    if clean.tokens.shape != corrupted.tokens.shape:
-        raise HysteresisError(
-            f"clean trials are {tuple(clean.tokens.shape)}, "
-            f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
-        )
-    check_trials(model, clean)
-    paths = _paths(model, clean, senders, receivers, inputs)
-    everywhere = torch.ones_like(clean.tokens, dtype=torch.bool)
-    where = everywhere if role is None else clean.positions(role)
+    check_runs(model, clean, corrupted, direction)
+    paths = _paths(model, _names(senders), _names(receivers), inputs)
+    if roles is not None:
+        by = "role"
+    where, places = choices(clean, by, roles)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
     base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
-    names = _names(model)
+    names = _read_by_both(model)
     parts = []
     for part in trial_slices(model, clean, names, max_bytes=4 * max_bytes):
         run = BaseRun.of(model, base.select(part))
         _, own = run_and_read(model, base.select(part), names)
         logits, other = run_and_read(model, source.select(part), names)
-        walk = _Walk(run, own, other, where[part], max_bytes)
-        patched = torch.stack(walk.margins(paths))
+        walk = _Walk(run, own, other, where[:, part], max_bytes)
+        patched = torch.cat(walk.margins(paths))
         parts.append((patched, run.margins, logit_margin(logits, clean.select(part))))
     patched, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
-    labels = pd.DataFrame(
-        [(s.name, r.name, r.input) for s, r in paths], columns=["sender", "receiver", "input"]
-    )
+    rows = [(s.name, r.name, r.input, place) for s, r in paths for place in places]
+    labels = pd.DataFrame(rows, columns=["sender", "receiver", "input", by])
+    if by == "all":
+        labels = labels.drop(columns="all")
     scale = share_scale(model, here, there) if shares else None
     return PathMap(*effect_map(clean, labels, patched - here, here, there, direction, scale))
 
@@ -162,11 +176,11 @@ class _Walk:
     run: BaseRun
     own: Mapping[str, Tensor]
     other: Mapping[str, Tensor]
-    where: Bool[Tensor, "trial pos"]
+    where: Bool[Tensor, "choice trial pos"]
     max_bytes: int
 
-    def margins(self, paths: Sequence[tuple[_End, _End]]) -> list[Float[Tensor, " trial"]]:
-        """Margins for each path; what paths have in common is computed once."""
+    def margins(self, paths: Sequence[tuple[_End, _End]]) -> list[Float[Tensor, "choice trial"]]:
+        """Margins for each path and choice; what paths have in common is computed once."""
         found: list[Tensor] = []
         for sender, its_paths in groupby(paths, key=lambda path: path[0]):
             change = self.change(sender)
@@ -181,9 +195,15 @@ class _Walk:
                     name = f"blocks.{receiver.layer}.attn.hook_{receiver.input}"
                     site = Site(name, receiver.head)
                     value = site.read(inputs[receiver.layer][name])
-                where = self.where[None]
-                found += patched_margins(self.run, site, value, where, max_bytes=self.max_bytes)
+                found.append(
+                    patched_margins(self.run, site, value, self.where, max_bytes=self.max_bytes)
+                )
         return found
+
+    @property
+    def everywhere(self) -> Bool[Tensor, "trial pos"]:
+        """All positions of all trials."""
+        return torch.ones_like(self.where[0])
 
     def change(self, sender: _End) -> Float[Tensor, "trial pos d_model"]:
         """How much else the sender would add to the stream, had it the other run's activations."""
@@ -195,15 +215,14 @@ class _Walk:
             # Behind the heads come W_O and, in some models, a norm: the layer itself computes them.
             name = f"blocks.{sender.layer}.hook_attn_out"
             z = Site(f"blocks.{sender.layer}.attn.hook_z", sender.head)
-            hook = overwrite(z, z.read(self.other[z.name]), positions=torch.ones_like(self.where))
+            hook = overwrite(z, z.read(self.other[z.name]), positions=self.everywhere)
             return self.read(sender.layer, [hook], [name])[name] - self.own[name]
         return self.other[name] - self.own[name]
 
     def inputs(self, layer: int, change: Tensor) -> dict[str, Tensor]:
         """Queries, keys and values of a layer whose input stream is changed."""
         entry = f"blocks.{layer}.hook_resid_pre"
-        everywhere = torch.ones_like(self.where)
-        hook = overwrite(Site(entry), self.own[entry] + change, positions=everywhere)
+        hook = overwrite(Site(entry), self.own[entry] + change, positions=self.everywhere)
         return self.read(layer, [hook], [f"blocks.{layer}.attn.hook_{i}" for i in INPUTS])
 
     def read(self, layer: int, hooks: list[Hook], names: Sequence[str]) -> dict[str, Tensor]:
@@ -225,7 +244,11 @@ class _Walk:
         return seen
 
 
-def _names(model: HookedModel) -> set[str]:
+def _names(given: str | Sequence[str] | None) -> Sequence[str] | None:
+    return [given] if isinstance(given, str) else given
+
+
+def _read_by_both(model: HookedModel) -> set[str]:
     """The activations of both runs that senders and receivers are made of."""
     layers = range(model.cfg.n_layers)
     points = ["resid_pre", "attn_out", "z", *([] if model.cfg.attn_only else ["mlp_out"])]
@@ -235,7 +258,6 @@ def _names(model: HookedModel) -> set[str]:
 
 def _paths(
     model: HookedModel,
-    trials: Trials,
     senders: Sequence[str] | None,
     receivers: Sequence[str] | None,
     inputs: Sequence[str],

@@ -22,7 +22,7 @@ from torch import Tensor
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, overwrite, read_activations
 from tl_hysteresis.models import fingerprint
-from tl_hysteresis.sites import MAX_BYTES, HookedModel, Site, trial_slices
+from tl_hysteresis.sites import MAX_BYTES, HookedModel, Site, check_are_sites, trial_slices
 from tl_hysteresis.store import write_file
 from tl_hysteresis.tasks import Trials
 
@@ -171,6 +171,7 @@ def mean_reference(
     Source: mean ablation; the reference of Zuo (2026) is "their mean over examples in that same
     checkpoint".
     """
+    check_are_sites(sites)
     by = by or ("position" if trials.roles is None else "role")
     groups, names, positions = _groups(trials, by)
     n_groups = int(groups.max()) + 1
@@ -200,6 +201,7 @@ def zero_reference(model: HookedModel, trials: Trials, sites: Sequence[Site]) ->
     Raises:
         HysteresisError: a site that the model does not have, or trials that it cannot run.
     """
+    check_are_sites(sites)
     cache = read_activations(model, trials.select(slice(1)), {site.name for site in sites})
     values = {site: torch.zeros_like(site.read(cache[site.name])[0]) for site in sites}
     return Reference(values, "position", origin=_origin("zero", model, trials))
@@ -217,6 +219,7 @@ def resampled_reference(
         HysteresisError: fewer than two trials, a site that the model does not have, or trials that
             it cannot run.
     """
+    check_are_sites(sites)
     n = len(trials)
     if n < 2:
         raise HysteresisError(f"{n} trial: there is no other to resample from")
@@ -267,6 +270,7 @@ def mean_replacement(
         ...     model(trials.tokens).shape
         torch.Size([8, 17, 32])
     """
+    check_are_sites(sites)
     if role is not None and positions is not None:
         raise HysteresisError("role and positions both say where to replace: give one of them")
     if role is not None:

@@ -6,7 +6,7 @@ pass (`attribution_map`). Two maps are compared in `comparison`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,10 +28,9 @@ from tl_hysteresis.sites import (
     HookedModel,
     Site,
     check_trials,
-    head_sites,
+    components,
     hook_name,
     measuring,
-    mlp_site,
     refusals,
     trial_slices,
 )
@@ -45,35 +44,28 @@ By = Literal["role", "position", "all"]
 Direction = Literal["denoising", "noising"]
 
 
-def components(model: HookedModel) -> dict[str, list[Site]]:
-    """What mean replacement removes: all heads, each layer's heads, each head, each MLP.
-
-    Example:
-        >>> from tl_hysteresis.config import ModelConfig
-        >>> from tl_hysteresis.models import build_model, hooked_config
-        >>> config = hooked_config(ModelConfig(n_heads=2), d_vocab=32, n_ctx=17)
-        >>> list(components(build_model(config, seed=0)))
-        ['all heads', 'L0 heads', 'L1 heads', 'L0H0', 'L0H1', 'L1H0', 'L1H1', 'L0 MLP', 'L1 MLP']
-    """
-    layers = range(model.cfg.n_layers)
-    heads = {layer: head_sites(model, layer) for layer in layers}
-    found = {"all heads": [site for layer in layers for site in heads[layer]]}
-    found |= {f"L{layer} heads": heads[layer] for layer in layers}
-    found |= {f"L{layer}H{site.head}": [site] for layer in layers for site in heads[layer]}
-    if not model.cfg.attn_only:
-        found |= {f"L{layer} MLP": [mlp_site(layer)] for layer in layers}
-    return found
-
-
 def replacement_margins(
-    model: HookedModel, trials: Trials, *, role: str | None = "query"
+    model: HookedModel,
+    trials: Trials,
+    *,
+    role: str | None = "query",
+    parts: Mapping[str, Sequence[Site]] | None = None,
 ) -> pd.DataFrame:
     """Mean margin with each component replaced by its mean at the positions of a role.
 
+    Args:
+        model: any hooked model; the means are its own, over these trials, role by role.
+        trials: with roles.
+        role: where to replace; None for all positions.
+        parts: the sites that are replaced at once, by a name; None for all `components`.
+
     Returns:
-        One row for the intact model and for each of `components`: `component`, `margin` (logits).
+        One row for the intact model and for each part: `component`, `margin` (logits).
+
+    Raises:
+        HysteresisError: a role that no position has, or a site that the model does not have.
     """
-    parts = components(model)
+    parts = components(model) if parts is None else parts
     sites = list(dict.fromkeys(site for part in parts.values() for site in part))
     reference = mean_reference(model, trials, sites)
     run = BaseRun.of(model, trials)
@@ -125,6 +117,17 @@ class EffectMap:
         """The columns of `table` that name a site."""
         return [name for name in self.table.columns if name in SITE_AXES]
 
+    @property
+    def scale(self) -> float:
+        """What shares are shares of: mean margin of the other run minus that of this, in logits."""
+        difference = (self.clean - self.corrupted).mean().item()
+        return difference if self.direction == "denoising" else -difference
+
+    def _values(self, table: pd.DataFrame, values: str) -> pd.DataFrame:
+        if values not in ("effect", "share") or values not in table:
+            raise HysteresisError(f"the map has no {values!r}; say 'effect', or 'share' if it does")
+        return table
+
     def per_trial(self) -> pd.DataFrame:
         """One row a site and trial: the columns that name the site, `trial`, `effect` (logits)."""
         n_sites, n_trials = self.effects.shape
@@ -138,7 +141,7 @@ class EffectMap:
 class RouteMap(EffectMap):
     """Effects by `layer`, `point`, `head` (where a point has heads) and `role` or `position`."""
 
-    def tensor(self, point: str) -> Float[Tensor, layer * site]:
+    def tensor(self, point: str) -> Tensor:
         """Mean effects at one point: `[layer]`, then `[head]`, then `[role]` or `[position]`.
 
         Raises:
@@ -156,6 +159,29 @@ class RouteMap(EffectMap):
         axes = [axis for axis in self.axes if axis != "point" and part[axis].notna().all()]
         shape = [part[axis].nunique() for axis in axes]
         return torch.from_numpy(part["effect"].to_numpy().copy()).view(shape)
+
+    def matrix(self, point: str, *, values: str = "effect") -> pd.DataFrame:
+        """Mean effects, or shares, at one point as a frame to look at.
+
+        A row for each layer, or head such as "L1H3"; a column for each role or position.
+
+        Args:
+            point: one of the map's points.
+            values: "effect", in logits, or "share".
+
+        Raises:
+            HysteresisError: a point, or values, that the map does not have.
+        """
+        effects = self.tensor(point)
+        part = self._values(self.table, values)[self.table["point"] == point]
+        rows = part["layer"].map("L{}".format)
+        if "head" in part and part["head"].notna().all():
+            rows += part["head"].map("H{}".format)
+        by = next((axis for axis in ("role", "position") if axis in part), None)
+        columns = ["all"] if by is None else part[by].unique()
+        frame = part[values].to_numpy().reshape(-1, len(columns))
+        assert frame.size == effects.numel()
+        return pd.DataFrame(frame, index=rows.unique(), columns=columns)
 
     def dominant_head(self) -> str:
         """The head with the largest effect in size at any of its positions, such as "L1H3".
@@ -180,9 +206,9 @@ def route_map(
     clean: Trials,
     corrupted: Trials,
     *,
-    points: Sequence[str] | None = None,
+    points: str | Sequence[str] | None = None,
     by: By | None = None,
-    roles: Sequence[str] | None = None,
+    roles: str | Sequence[str] | None = None,
     direction: Direction = "denoising",
     shares: bool = True,
     max_bytes: int = MAX_BYTES,
@@ -227,7 +253,7 @@ def route_map(
     Source: activation patching, Vig et al. (2020), Meng et al. (2022); the two directions,
     Heimersheim and Nanda (2024), How to use and interpret activation patching.
     """
-    sites, choices, labels = _plan(model, clean, corrupted, points, by, roles, direction)
+    sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
     base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
     parts = []
@@ -237,7 +263,7 @@ def route_map(
         logits, cache = run_and_read(model, source.select(part), names)
         margins = [
             patched_margins(
-                run, site, site.read(cache[site.name]), choices[:, part], max_bytes=max_bytes
+                run, site, site.read(cache[site.name]), chosen[:, part], max_bytes=max_bytes
             )
             for _, _, site in sites
         ]
@@ -252,9 +278,9 @@ def attribution_map(
     clean: Trials,
     corrupted: Trials,
     *,
-    points: Sequence[str] | None = None,
+    points: str | Sequence[str] | None = None,
     by: By | None = None,
-    roles: Sequence[str] | None = None,
+    roles: str | Sequence[str] | None = None,
     direction: Direction = "denoising",
     shares: bool = True,
     max_bytes: int = MAX_BYTES,
@@ -269,7 +295,7 @@ def attribution_map(
 
     Source: Nanda (2023), Attribution patching; Syed, Rager and Conmy (2023).
     """
-    sites, choices, labels = _plan(model, clean, corrupted, points, by, roles, direction)
+    sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
     base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
     names = {site.name for _, _, site in sites}
@@ -284,7 +310,7 @@ def attribution_map(
             product = change * site.read(gradients[site.name]).double()
             # The scores of masked keys are -inf in both runs: no change, and no gradient.
             product = product.nan_to_num(0.0).flatten(start_dim=2).sum(dim=2)
-            found.append((product * choices[:, part]).sum(dim=2))
+            found.append((product * chosen[:, part]).sum(dim=2))
         parts.append((torch.cat(found), here, logit_margin(logits, clean.select(part))))
     effects, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
     scale = share_scale(model, here, there) if shares else None
@@ -344,23 +370,15 @@ def _plan(
     model: HookedModel,
     clean: Trials,
     corrupted: Trials,
-    points: Sequence[str] | None,
+    points: str | Sequence[str] | None,
     by: By | None,
-    roles: Sequence[str] | None,
+    roles: str | Sequence[str] | None,
     direction: Direction,
 ) -> tuple[_Sites, Bool[Tensor, "choice trial pos"], pd.DataFrame]:
     """What is patched: sites, positions in each trial, and the two crossed as a table."""
-    if direction not in ("denoising", "noising"):
-        raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
-    if clean.tokens.shape != corrupted.tokens.shape:
-        raise HysteresisError(
-            f"clean trials are {tuple(clean.tokens.shape)}, "
-            f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
-        )
-    check_trials(model, clean)
-    check_trials(model, corrupted)
-    if roles is not None and by not in (None, "role"):
-        raise HysteresisError(f"roles are given, but the map goes by {by!r}")
+    check_runs(model, clean, corrupted, direction)
+    if isinstance(points, str):
+        points = [points]
     by = by or ("role" if roles is not None or clean.roles is not None else "position")
     if points is None:
         points = [p for p in STREAM if f"blocks.0.hook_{p}" in model.hook_dict]
@@ -371,12 +389,25 @@ def _plan(
             name = hook_name(model, point, layer)
             heads = range(shapes[point][2]) if len(shapes[point]) == 4 else [None]
             sites += [(layer, point, Site(name, head)) for head in heads]
-    choices, names = _choices(clean, by, roles)
+    chosen, names = choices(clean, by, roles)
     columns = ["layer", "point", "head", by]
     rows = [(layer, p, site.head, name) for layer, p, site in sites for name in names]
     table = pd.DataFrame(rows, columns=columns).astype({"head": "Int64"})
     unused = [] if table["head"].notna().any() else ["head"]
-    return sites, choices, table.drop(columns=unused + (["all"] if by == "all" else []))
+    return sites, chosen, table.drop(columns=unused + (["all"] if by == "all" else []))
+
+
+def check_runs(model: HookedModel, clean: Trials, corrupted: Trials, direction: str) -> None:
+    """Refuse two runs that cannot be patched into each other."""
+    if direction not in ("denoising", "noising"):
+        raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
+    if clean.tokens.shape != corrupted.tokens.shape:
+        raise HysteresisError(
+            f"clean trials are {tuple(clean.tokens.shape)}, "
+            f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
+        )
+    check_trials(model, clean)
+    check_trials(model, corrupted)
 
 
 def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[str, torch.Size]:
@@ -386,10 +417,12 @@ def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[s
     return {point: Site(name).read(cache[name]).shape for point, name in names.items()}
 
 
-def _choices(
-    trials: Trials, by: By, roles: Sequence[str] | None
+def choices(
+    trials: Trials, by: By, roles: str | Sequence[str] | None
 ) -> tuple[Bool[Tensor, "choice trial pos"], Sequence[str | int]]:
     """The positions that are patched at once, and what they are called."""
+    if roles is not None and by != "role":
+        raise HysteresisError(f"roles are given, but the map goes by {by!r}")
     shape, device = trials.tokens.shape, trials.tokens.device
     if by == "all":
         return torch.ones(1, *shape, dtype=torch.bool, device=device), ["all"]
@@ -402,7 +435,7 @@ def _choices(
         raise HysteresisError(
             'these trials carry no roles, so the map cannot go by role: give by="position"'
         )
-    names = list(roles if roles is not None else trials.role_names)
+    names = [roles] if isinstance(roles, str) else list(roles or trials.role_names)
     return torch.stack([trials.positions(name) for name in names]), names
 
 

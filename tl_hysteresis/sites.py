@@ -8,7 +8,7 @@ follows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -103,6 +103,56 @@ def attention_site(layer: int) -> Site:
 def mlp_site(layer: int) -> Site:
     """The output of a layer's MLP."""
     return Site(f"blocks.{layer}.hook_mlp_out")
+
+
+def components(model: HookedModel) -> dict[str, list[Site]]:
+    """The parts that are studied, by name: all heads, each layer's heads, each head, each MLP.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> config = hooked_config(ModelConfig(n_heads=2), d_vocab=32, n_ctx=17)
+        >>> list(components(build_model(config, seed=0)))
+        ['all heads', 'L0 heads', 'L1 heads', 'L0H0', 'L0H1', 'L1H0', 'L1H1', 'L0 MLP', 'L1 MLP']
+    """
+    layers = range(model.cfg.n_layers)
+    heads = {layer: head_sites(model, layer) for layer in layers}
+    found = {"all heads": [site for layer in layers for site in heads[layer]]}
+    found |= {f"L{layer} heads": heads[layer] for layer in layers}
+    found |= {f"L{layer}H{site.head}": [site] for layer in layers for site in heads[layer]}
+    if not model.cfg.attn_only:
+        found |= {f"L{layer} MLP": [mlp_site(layer)] for layer in layers}
+    return found
+
+
+def component_sites(model: HookedModel, *names: str) -> list[Site]:
+    """The sites of components by name, such as "L1H3", "L0 heads", "all heads" or "L0 MLP".
+
+    Raises:
+        HysteresisError: a component that the model does not have.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> component_sites(model, "L1H3", "L0 MLP")
+        [Site(name='blocks.1.attn.hook_z', head=3), Site(name='blocks.0.hook_mlp_out', head=None)]
+    """
+    known = components(model)
+    for name in names:
+        if name not in known:
+            raise HysteresisError(f"no component {name!r}; there are {', '.join(known)}")
+    return list(dict.fromkeys(site for name in names for site in known[name]))
+
+
+def check_are_sites(sites: Iterable[Site]) -> None:
+    """Refuse names in the place of sites."""
+    for site in sites:
+        if not isinstance(site, Site):
+            raise HysteresisError(
+                f"{site!r} is no Site: say Site('blocks.0.attn.hook_z', head=1), "
+                "or component_sites(model, 'L0H1')"
+            )
 
 
 def hook_name(model: HookedModel, point: str, layer: int) -> str:
@@ -285,7 +335,8 @@ class _LayerCheck:
         self.names = {
             point: name
             for point in CHECKED
-            if (name := get_act_name(point, layer)) in model.hook_dict
+            if not (point == "mlp_out" and model.cfg.attn_only)
+            and (name := get_act_name(point, layer)) in model.hook_dict
         }
         self.open = [point for point, name in self.names.items() if _takes_hooks(model, name)]
         generator = torch.Generator().manual_seed(seed)

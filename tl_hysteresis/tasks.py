@@ -29,8 +29,9 @@ class Trials:
 
     Attributes:
         tokens: token ids; the query is the last position.
-        contextual: the token that answers by the prompt.
-        fixed: the token that answers by the weights.
+        contextual: the token that answers by the prompt. In a task of another kind: the answer.
+        fixed: the token that answers by the weights. In a task of another kind: any token that the
+            answer is to be weighed against.
         roles: index into `role_names` for each position, where roles are known.
         role_names: names of the roles.
 
@@ -100,7 +101,7 @@ class Trials:
 
         Args:
             prompts: token ids of each prompt.
-            contextual: the token that answers each prompt by the prompt.
+            contextual: the token that answers each prompt by the prompt: the answer.
             fixed: any token that it is weighed against.
             roles: a name for each position; one list for all prompts, or one for each prompt.
 
@@ -125,13 +126,15 @@ class Trials:
         trials = cls(tokens, contextual=answers[0], fixed=answers[1])
         if roles is None:
             return trials
-        one_for_all = bool(roles) and isinstance(roles[0], str)
+        one_for_all = len(roles) > 0 and isinstance(roles[0], str)
         every = [list(roles)] * len(tokens) if one_for_all else [list(names) for names in roles]
         if [len(names) for names in every] != lengths:
             raise HysteresisError(
                 "roles must name each position, for all trials at once or for each: "
                 f"{len(lengths)} trials of {lengths[0] if lengths else 0} tokens"
             )
+        if not all(isinstance(name, str) for names in every for name in names):
+            raise HysteresisError("roles are names here; Trials(...) takes indices and role_names")
         found = tuple(dict.fromkeys(str(name) for names in every for name in names))
         index_of = torch.tensor([[found.index(name) for name in names] for names in every])
         return replace(trials, roles=index_of.to(tokens.device), role_names=found)
@@ -158,6 +161,10 @@ class Trials:
             fixed=self.fixed[which],
             roles=roles,
         )
+
+    def with_tokens(self, tokens: Int[Tensor, "trial pos"]) -> Trials:
+        """The same trials, answers and roles with other prompts: corrupted ones, for instance."""
+        return replace(self, tokens=tokens)
 
     def to(self, device: torch.device | str) -> Trials:
         """The same trials on another device."""

@@ -21,8 +21,15 @@ from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, intervene, patch_activations, read_activations
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import ParameterLayout
-from tl_hysteresis.routes import components, share_scale
-from tl_hysteresis.sites import HookedModel, Site, check_trials, measuring
+from tl_hysteresis.routes import share_scale
+from tl_hysteresis.sites import (
+    HookedModel,
+    Site,
+    check_are_sites,
+    check_trials,
+    components,
+    measuring,
+)
 from tl_hysteresis.tasks import Trials
 
 EVERYTHING = "everything"
@@ -168,6 +175,7 @@ def weight_components(model: HookedModel) -> list[str]:
 def _hooks(
     donor: HookedModel, trials: Trials, sites: Sequence[Site], role: str | None
 ) -> list[Hook]:
+    check_are_sites(sites)
     everywhere = torch.ones_like(trials.tokens, dtype=torch.bool)
     positions = everywhere if role is None else trials.positions(role)
     source = read_activations(donor, trials, {site.name for site in sites})
