@@ -516,6 +516,7 @@ def test_trials_from_lists() -> None:
     assert trials.select(slice(None)).fingerprint == trials.fingerprint
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -530,6 +531,7 @@ def test_prompts_that_make_no_trials_are_refused(arguments: Any, message: str) -
         Trials.of(*arguments)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
