@@ -51,6 +51,8 @@ def compare_routes(
     Maps with effects of several trials get percentile bootstrap intervals over trials: the same
     trials are drawn for both maps where both were measured on the same ones, else each map's own.
     They say how far the trials decide the number, and nothing of other seeds: see `compare_seeds`.
+    Noise pulls correlations and gain towards zero, and resampling adds as much again, so that with
+    few trials an interval can lie below its estimate.
 
     Args:
         first: a route map or a path map, or a table with its columns.
@@ -81,6 +83,12 @@ def compare_routes(
         _check_effects(which, values)
     if k < 1:
         raise HysteresisError(f"k = {k}: the overlap needs at least one site")
+    if not 0.0 < level < 1.0:
+        raise HysteresisError(f"level is {level}, but must lie between 0 and 1")
+    if resamples < 1 or seed < 0:
+        raise HysteresisError(
+            f"resamples = {resamples}, seed = {seed}: at least 1 of them, and a seed of at least 0"
+        )
     k = min(k, len(a))
     strongest = [set(np.argsort(-np.abs(x), kind="stable")[:k].tolist()) for x in (a, b)]
     heads = all("head" in table and table["head"].notna().any() for table in tables)
@@ -108,7 +116,10 @@ def compare_routes(
     tail = (1.0 - level) / 2.0
     intervals = {}
     for name, statistic in (("topology", _pearson), ("spearman", _spearman), ("gain", _gain)):
-        low, high = np.nanquantile(statistic(*drawn), [tail, 1.0 - tail]).tolist()
+        values = statistic(*drawn)
+        if np.isnan(values).mean() > 0.5:
+            raise HysteresisError(f"{n_trials[0]} trials: in most resamples a map is constant")
+        low, high = np.nanquantile(values, [tail, 1.0 - tail]).tolist()
         intervals[name] = Interval(
             getattr(found, name), low, high, level, "bootstrap over trials", min(n_trials)
         )
@@ -189,7 +200,7 @@ def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreem
         comparison=comparison,
         mean_error=float(error.mean()),
         largest_error=float(error.max()),
-        worst_site=", ".join(f"{axis} {value}" for axis, value in worst.items()),
+        worst_site=", ".join(f"{axis} {value}" for axis, value in worst.dropna().items()),
         largest_effect=float(np.abs(a).max()),
         table=exact.table[exact.axes].iloc[i].assign(exact=a, approximate=b).sort_index(),
     )
@@ -217,7 +228,8 @@ def _common_order(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray
         if table.duplicated(keys).any():
             raise HysteresisError(f"the {which} route map has a site twice")
         numbered.append(table[keys].astype(types).assign(**{which: range(len(table))}))
-    both = numbered[0].merge(numbered[1], on=keys)
+    # In the order of the keys, so that the order of the rows decides no tie.
+    both = numbered[0].merge(numbered[1], on=keys).sort_values(keys)
     if not len(both) == len(first) == len(second):
         raise HysteresisError(
             f"route maps of {len(first)} and {len(second)} sites have {len(both)} in common"
@@ -238,9 +250,12 @@ _Maps = Float[np.ndarray, "resample site"]
 
 
 def _pearson(a: _Maps, b: _Maps) -> Float[np.ndarray, " resample"]:
+    """Correlation of each pair of rows; NaN where one is constant, as a resample can be."""
+    constant = np.any([np.ptp(x, axis=1) <= 1e-12 * np.abs(x).max(axis=1) for x in (a, b)], axis=0)
     a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # a resample can be constant: it is left out
+    with np.errstate(invalid="ignore"):
         found: np.ndarray = (a * b).sum(axis=1) / np.sqrt((a**2).sum(axis=1) * (b**2).sum(axis=1))
+    found[constant] = np.nan
     return found.clip(-1.0, 1.0)  # rounding can leave it just outside
 
 

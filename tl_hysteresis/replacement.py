@@ -65,6 +65,10 @@ class Reference:
         if site not in self.values:
             raise HysteresisError(f"the reference holds no value of {site}")
         values, (n_trials, n_pos) = self.values[site], trials.tokens.shape
+        if self.by == "trial" and self.origin.get("trials", trials.fingerprint) != (
+            trials.fingerprint
+        ):
+            raise HysteresisError("this reference belongs to other trials, one value for each")
         if self.by == "role":
             return values[self._roles(site, trials, where)]
         covered = (n_pos,) if self.by == "position" else (n_trials, n_pos)
@@ -139,7 +143,7 @@ class Reference:
                 tuple(labels["positions"]),
                 labels["origin"],
             )
-        except (OSError, KeyError, ValueError, safetensors.SafetensorError) as error:
+        except (OSError, LookupError, TypeError, ValueError, safetensors.SafetensorError) as error:
             raise HysteresisError(f"{path} is not a saved reference: {error}") from error
 
 
@@ -172,6 +176,7 @@ def mean_reference(
     checkpoint".
     """
     check_are_sites(sites)
+    sites = list(dict.fromkeys(sites))  # one that is named twice is summed once
     by = by or ("position" if trials.roles is None else "role")
     groups, names, positions = _groups(trials, by)
     n_groups = int(groups.max()) + 1
@@ -275,6 +280,8 @@ def mean_replacement(
         raise HysteresisError("role and positions both say where to replace: give one of them")
     if role is not None:
         roles = [role] if isinstance(role, str) else role
+        if not roles:
+            raise HysteresisError("role is an empty list: None replaces at all positions")
         where = torch.stack([trials.positions(name) for name in roles]).any(dim=0)
     elif positions is not None:
         if positions.shape != trials.tokens.shape:

@@ -96,7 +96,7 @@ def transplant(
             ("activations", name, _margins(here, trials, _hooks(there, trials, part, role)))
             for name, part in sites.items()
         ]
-        recipient = copy.deepcopy(here)
+        recipient = _copy_of(here)
         for name in weights:
             _copy_weights(there, recipient, name)
             found.append(("weights", name, _margins(recipient, trials, [])))
@@ -152,7 +152,7 @@ def transplant_weights(into: Model, donor: HookedModel, component: str) -> Model
         HysteresisError: models of different shape, or a component that has no weights of its own.
     """
     _check_alike(into, donor)
-    recipient = copy.deepcopy(into)
+    recipient = _copy_of(into)
     _copy_weights(donor, recipient, component)
     return recipient
 
@@ -160,7 +160,8 @@ def transplant_weights(into: Model, donor: HookedModel, component: str) -> Model
 def weight_components(model: HookedModel) -> list[str]:
     """The components whose weights can go over by themselves.
 
-    Heads are taken apart in a `HookedTransformer` whose heads have keys and values of their own.
+    Heads are taken apart in a `HookedTransformer` whose heads have keys and values of their own;
+    embedding and unembedding where they are not tied.
     """
     layers = range(model.cfg.n_layers)
     found = [EVERYTHING, "all heads", *(f"L{layer} heads" for layer in layers)]
@@ -188,6 +189,14 @@ def _margins(model: HookedModel, trials: Trials, hooks: Sequence[Hook]) -> Float
         return logit_margin(model(trials.tokens), trials).double()
 
 
+def _copy_of(model: Model) -> Model:
+    """A copy. What a bridge remembers of its last run, with its gradients, is not for copying."""
+    modules = [*model.modules(), *getattr(model, "original_model", nn.Module()).modules()]
+    remembered = [value for module in modules for value in vars(module).values()]
+    tensors = [x for x in remembered if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(tensor): tensor.detach() for tensor in tensors})
+
+
 def _copy_weights(donor: HookedModel, recipient: HookedModel, component: str) -> None:
     pairs = _parameters(donor, component), _parameters(recipient, component)
     if not pairs[0]:
@@ -203,10 +212,10 @@ def _parameters(model: HookedModel, component: str) -> list[Tensor]:
     """A component's parameters, or of a head the views that belong to it."""
     if component == EVERYTHING:
         return list(model.parameters())
-    if component == "embedding":
-        return _of_modules(model, "embed", "pos_embed")
-    if component == "unembedding":
-        return _of_modules(model, "ln_final", "unembed")
+    if component in ("embedding", "unembedding"):
+        ends = _of_modules(model, "embed", "pos_embed"), _of_modules(model, "ln_final", "unembed")
+        tied = {id(parameter) for parameter in ends[0]} & {id(parameter) for parameter in ends[1]}
+        return [] if tied else ends[component == "unembedding"]
     if component == "all heads":
         layers = range(model.cfg.n_layers)
         return [p for layer in layers for p in _parameters(model, f"L{layer} heads")]
@@ -237,12 +246,19 @@ def _check_alike(first: HookedModel, second: HookedModel) -> None:
     """Refuse models that are not two checkpoints of one."""
     layouts = [ParameterLayout.of(model) for model in (first, second)]
     if layouts[0] != layouts[1]:
-        ours, theirs = (dict(zip(x.names, x.shapes, strict=True)) for x in layouts)
-        name = next(n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n))
+        here, there = (dict(zip(x.names, x.shapes, strict=True)) for x in layouts)
+        name = next(n for n in {**here, **there} if here.get(n) != there.get(n))
         raise HysteresisError(
-            f"not two checkpoints of one model: {name} is {_shape(ours.get(name))} in the first, "
-            f"{_shape(theirs.get(name))} in the second"
+            f"not two checkpoints of one model: {name} is {_shape(here.get(name))} in the first, "
+            f"{_shape(there.get(name))} in the second"
         )
+    for setting in ("act_fn", "normalization_type", "positional_embedding_type", "n_heads"):
+        ours, theirs = (getattr(model.cfg, setting, None) for model in (first, second))
+        if ours != theirs:
+            raise HysteresisError(
+                f"not two checkpoints of one model: {setting} is {ours!r} in the first, "
+                f"{theirs!r} in the second"
+            )
     for name, parameter in first.named_parameters():
         other = second.get_parameter(name)
         if (parameter.dtype, parameter.device) != (other.dtype, other.device):
