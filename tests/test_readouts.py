@@ -354,7 +354,7 @@ def test_head_scores_are_those_of_a_plain_loop(d_vocab: int, role: str | None) -
     pd.testing.assert_frame_equal(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "bfloat16", "attention only"])
+@pytest.mark.parametrize("name", MODELS)
 def test_head_scores_of_the_model_s_own_patterns(name: str) -> None:
     check_own_patterns(a_model(name))
 

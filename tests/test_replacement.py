@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
+from transformer_lens.utilities.components_utils import get_act_name
 from zoo import BRIDGES, D_VOCAB, KINDS, N_POS, a_model, left_as_it_was, trials_pair
 
 from tl_hysteresis.errors import HysteresisError
@@ -111,6 +112,41 @@ def test_on_every_model_the_means_and_their_replacement_are_those_made_by_hand(n
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert (found - intact).abs().max() > 10 * tolerance
     assert unchanged()
+
+
+@pytest.mark.parametrize("name", [*KINDS, *BRIDGES])
+def test_on_every_model_each_kind_of_site_can_be_replaced_by_each_kind_of_reference(
+    name: str,
+) -> None:
+    model = a_model(name).eval()
+    other = a_model(name, seed=1).eval()
+    points = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "z", "pattern")
+    refused = {"native bridge": ("resid_mid", "pattern"), "GPT-2 bridge": ("resid_mid",)}
+    compared = 0
+    for point in points:
+        site = Site(str(get_act_name(point, model.cfg.n_layers - 1)))
+        absent = model.cfg.attn_only and point in ("resid_mid", "mlp_out")
+        absent |= model.cfg.parallel_attn_mlp and point == "resid_mid"
+        if absent or point in refused.get(name, ()):
+            continue
+        own, theirs = (activation(m, site, CLEAN) for m in (model, other))
+        expected = {
+            "own": own.double().mean(dim=0).to(own.dtype),
+            "other": theirs.double().mean(dim=0).to(own.dtype),
+            "zero": torch.zeros_like(own[0]),
+        }
+        references = {
+            "own": mean_reference(model, CLEAN, [site], by="position"),
+            "other": mean_reference(other, CLEAN, [site], by="position"),
+            "zero": zero_reference(model, CLEAN, [site]),
+        }
+        for kind, reference in references.items():
+            found = replaced(model, [site], reference, CLEAN)
+            by_hooks = run(model, CLEAN, [by_hand(site, expected[kind])])
+            tolerance = TOLERANCE[own.dtype] * (1.0 + by_hooks.abs().max().item())
+            torch.testing.assert_close(found, by_hooks, atol=tolerance, rtol=0.0)
+            compared += 1
+    assert compared >= 3 * 4
 
 
 @pytest.mark.parametrize("name", BRIDGES)

@@ -70,6 +70,35 @@ def bridge(name: str, seed: int = 0) -> TransformerBridge:
         )
 
 
+def twin(of: TransformerBridge) -> HookedTransformer:
+    """The `HookedTransformer` with a bridge's weights; the tests hold their logits equal."""
+    # A GPT-2 config says "gelu_new", and a native one what it was given.
+    shape = {**SMALL, "act_fn": of.cfg.act_fn, "d_mlp": of.cfg.d_mlp}
+    model = build_model(HookedTransformerConfig(**shape), seed=0)
+    here: Any = model
+    there: Any = of
+    copies = [
+        (here.embed.W_E, there.W_E),
+        (here.pos_embed.W_pos, next(there.pos_embed.parameters())),
+        (here.unembed.W_U, there.W_U),
+        (here.unembed.b_U, there.b_U),
+        *((getattr(here.ln_final, x), getattr(there.ln_final, x)) for x in "wb"),
+    ]
+    for layer, (block, source) in enumerate(zip(here.blocks, there.blocks, strict=True)):
+        for norm in ("ln1", "ln2"):
+            ours, theirs = getattr(block, norm), getattr(source, norm)
+            copies += [(ours.w, theirs.w), (ours.b, theirs.b)]
+        for part, names in (
+            (block.attn, ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")),
+            (block.mlp, ("W_in", "b_in", "W_out", "b_out")),
+        ):
+            copies += [(getattr(part, name), getattr(there, name)[layer]) for name in names]
+    with torch.no_grad():
+        for parameter, value in copies:
+            parameter.copy_(value)
+    return model
+
+
 def a_model(name: str, seed: int = 0) -> HookedModel:
     """Any of them by name."""
     return bridge(name, seed) if name in BRIDGES else hooked(name, seed)
@@ -106,6 +135,13 @@ def left_as_it_was(model: HookedModel) -> Callable[[], bool]:
             {key: value for key, value in vars(model.cfg).items() if key.startswith("use_")},
             [(parameter.requires_grad, parameter.grad) for parameter in model.parameters()],
             torch.is_grad_enabled(),
+            # A bridge remembers tensors of its last run: not with their graph.
+            [
+                type(value)
+                for module in {*model.modules(), *getattr(model, "original_model", model).modules()}
+                for value in vars(module).values()
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None
+            ],
         ]
 
     before = state()

@@ -15,6 +15,7 @@ from .config import SGDConfig as SGDConfig
 from .config import StudyConfig as StudyConfig
 from .errors import HysteresisError as HysteresisError
 from .interventions import intervene as intervene
+from .interventions import overwrite as overwrite
 from .interventions import patch_activations as patch_activations
 from .interventions import read_activations as read_activations
 from .measures import Behaviour as Behaviour
@@ -73,6 +74,7 @@ from .training import train as train
 from .transplants import transplant as transplant
 from .transplants import transplant_activations as transplant_activations
 from .transplants import transplant_weights as transplant_weights
+from .transplants import weight_components as weight_components
 
 __all__: list[str]
 __version__: str

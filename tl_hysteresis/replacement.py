@@ -22,7 +22,14 @@ from torch import Tensor
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, overwrite, read_activations
 from tl_hysteresis.models import fingerprint
-from tl_hysteresis.sites import MAX_BYTES, HookedModel, Site, check_are_sites, trial_slices
+from tl_hysteresis.sites import (
+    MAX_BYTES,
+    HookedModel,
+    Site,
+    check_are_sites,
+    one_trial,
+    trial_slices,
+)
 from tl_hysteresis.store import write_file
 from tl_hysteresis.tasks import Trials
 
@@ -207,33 +214,58 @@ def zero_reference(model: HookedModel, trials: Trials, sites: Sequence[Site]) ->
         HysteresisError: a site that the model does not have, or trials that it cannot run.
     """
     check_are_sites(sites)
-    cache = read_activations(model, trials.select(slice(1)), {site.name for site in sites})
+    cache = read_activations(model, one_trial(model, trials), {site.name for site in sites})
     values = {site: torch.zeros_like(site.read(cache[site.name])[0]) for site in sites}
     return Reference(values, "position", origin=_origin("zero", model, trials))
 
 
 def resampled_reference(
-    model: HookedModel, trials: Trials, sites: Sequence[Site], *, seed: int = 0
+    model: HookedModel,
+    trials: Trials,
+    sites: Sequence[Site],
+    *,
+    pool: Trials | None = None,
+    seed: int = 0,
 ) -> Reference:
     """For each trial the activations of another one, drawn at random: resample ablation.
 
     Each position gets the activation of the same position in the other trial. All sites of a trial
     come from the same other trial. The reference belongs to these trials in this order.
 
+    Args:
+        model: whose activations.
+        trials: those that will be run.
+        sites: where.
+        pool: what to draw from; None for the other ones of `trials`.
+        seed: of the draw.
+
     Raises:
-        HysteresisError: fewer than two trials, a site that the model does not have, or trials that
-            it cannot run.
+        HysteresisError: nothing to draw from, a pool of another length, a site that the model does
+            not have, or trials that it cannot run.
+
+    Source: resample ablation, Chan et al. (2022), Causal scrubbing.
     """
     check_are_sites(sites)
-    n = len(trials)
-    if n < 2:
-        raise HysteresisError(f"{n} trial: there is no other to resample from")
-    # A shift by 1 ... n-1 never meets the trial itself, and is uniform over all others.
-    shift = torch.randint(1, n, (n,), generator=torch.Generator().manual_seed(seed))
-    other = ((torch.arange(n) + shift) % n).to(trials.tokens.device)
-    cache = read_activations(model, trials, {site.name for site in sites})
+    n, generator = len(trials), torch.Generator().manual_seed(seed)
+    if pool is None:
+        if n < 2:
+            raise HysteresisError(f"{n} trial: there is no other to resample from")
+        # A shift by 1 ... n-1 never meets the trial itself, and is uniform over all others.
+        other = (torch.arange(n) + torch.randint(1, n, (n,), generator=generator)) % n
+    else:
+        if not len(pool) or pool.tokens.shape[1] != trials.tokens.shape[1]:
+            raise HysteresisError(
+                f"a pool of {tuple(pool.tokens.shape)} tokens cannot stand in for trials of "
+                f"{tuple(trials.tokens.shape)}"
+            )
+        other = torch.randint(len(pool), (n,), generator=generator)
+    other = other.to(trials.tokens.device)
+    cache = read_activations(model, trials if pool is None else pool, {site.name for site in sites})
     values = {site: site.read(cache[site.name])[other] for site in sites}
-    return Reference(values, "trial", origin={**_origin("resampled", model, trials), "seed": seed})
+    origin = {**_origin("resampled", model, trials), "seed": seed}
+    if pool is not None:
+        origin["pool"] = pool.fingerprint
+    return Reference(values, "trial", origin=origin)
 
 
 def mean_replacement(

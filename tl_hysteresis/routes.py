@@ -15,6 +15,7 @@ import pandas as pd
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from transformer_lens import HookedTransformer
 from transformer_lens.hook_points import HookPoint
 
 from tl_hysteresis.errors import HysteresisError
@@ -31,6 +32,7 @@ from tl_hysteresis.sites import (
     components,
     hook_name,
     measuring,
+    one_trial,
     refusals,
     trial_slices,
 )
@@ -291,7 +293,20 @@ def attribution_map(
     it is exact where the margin is linear in the activation, and can be badly wrong elsewhere, at
     early sites and saturated attention above all.
 
-    Args and errors are those of `route_map`.
+    Arguments, signs and shares (of the exact difference between the two runs) are those of
+    `route_map`.
+
+    Raises:
+        HysteresisError: what `route_map` refuses, or a site that the margin does not depend on.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+        >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8) for t in tokens)
+        >>> attribution_map(model, clean, corrupted, points="z", by="all").tensor("z").shape
+        torch.Size([2, 4])
 
     Source: Nanda (2023), Attribution patching; Syed, Rager and Conmy (2023).
     """
@@ -326,11 +341,12 @@ def _gradients(
     kept: dict[str, Tensor] = {}
 
     def keep(name: str) -> Hook:
-        def run(activation: Tensor, hook: HookPoint) -> Tensor | None:
-            # The first point that is reached starts the graph where the parameters do not.
+        def run(activation: Tensor, hook: HookPoint) -> Tensor:
+            # The first point that is reached starts the graph where the parameters do not. It is
+            # returned in any case: a bridge shows its hooks a view that it does not go on with.
             needed = activation.requires_grad
             kept[name] = activation if needed else activation.detach().requires_grad_()
-            return None if needed else kept[name]
+            return kept[name]
 
         return name, run
 
@@ -339,11 +355,15 @@ def _gradients(
             margins = logit_margin(model(trials.tokens), trials)
         wanted = [kept[asked[name]] for name in names]
         found = torch.autograd.grad(margins.sum(), wanted, allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(kept[name]) if gradient is None else gradient
-        for name, gradient in zip(names, found, strict=True)
-    }
-    return margins.detach(), {name: kept[name].detach() for name in names}, gradients
+        unused = [name for name, gradient in zip(names, found, strict=True) if gradient is None]
+        if unused:
+            raise HysteresisError(f"the margin does not depend on the activation at {unused[0]}")
+    gradients = dict(zip(names, found, strict=True))
+    own = {name: kept[name].detach() for name in names}
+    if not isinstance(model, HookedTransformer):
+        with measuring(model):  # a bridge remembers tensors of its last run: not with their graph
+            model(trials.tokens[:1])
+    return margins.detach(), own, gradients
 
 
 def _seen_by_gradients(model: HookedModel, name: str) -> str:
@@ -413,7 +433,7 @@ def check_runs(model: HookedModel, clean: Trials, corrupted: Trials, direction: 
 def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[str, torch.Size]:
     """Shapes of the points' activations, as a site reads them, from one trial in layer 0."""
     names = {point: hook_name(model, point, 0) for point in points}
-    cache = read_activations(model, trials.select(slice(1)), set(names.values()))
+    cache = read_activations(model, one_trial(model, trials), set(names.values()))
     return {point: Site(name).read(cache[name]).shape for point, name in names.items()}
 
 

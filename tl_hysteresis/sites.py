@@ -8,6 +8,7 @@ follows.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -307,6 +308,11 @@ def trial_slices(
     return [slice(start, start + size) for start in range(0, len(trials), size)]
 
 
+def one_trial(model: HookedModel, trials: Trials) -> Trials:
+    """The first trial, to look at shapes; or all, where hooks of the caller's may count them."""
+    return trials if has_hooks(model) else trials.select(slice(1))
+
+
 @dataclass(frozen=True)
 class _Verdict:
     point: str
@@ -322,7 +328,7 @@ def _layer_verdicts(
 ) -> Mapping[str, _Verdict]:
     known = _VERDICTS.setdefault(model, {})
     if layer not in known:
-        with measuring(model):
+        with measuring(model), _without_callers_hooks(model):
             known[layer] = _LayerCheck(model, layer, n_trials, seed).verdicts()
     return known[layer]
 
@@ -407,6 +413,20 @@ class _LayerCheck:
         with self.model.hooks(fwd_hooks=list(hooks)):
             seen["logits"] = self.model(tokens)
         return seen
+
+
+@contextmanager
+def _without_callers_hooks(model: HookedModel) -> Iterator[None]:
+    """Set the hooks that are on the model aside: it is the model that is checked, not they."""
+    points = {id(point): point for point in model.hook_dict.values()}.values()
+    callers = [(point, point._forward_hooks) for point in points]
+    try:
+        for point, _ in callers:
+            point._forward_hooks = OrderedDict()
+        yield
+    finally:
+        for point, hooks in callers:
+            point._forward_hooks = hooks
 
 
 def _takes_hooks(model: HookedModel, name: str) -> bool:
