@@ -79,6 +79,7 @@ def test_a_model_that_drops_a_write_is_caught(monkeypatch: pytest.MonkeyPatch) -
     assert table.loc["blocks.0.hook_mlp_out", "verdict"] == "honoured"
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", BRIDGES)
 def test_a_write_that_would_not_be_honoured_is_refused_and_a_read_is_not(name: str) -> None:
     model = a_model(name)
@@ -86,7 +87,7 @@ def test_a_write_that_would_not_be_honoured_is_refused_and_a_read_is_not(name: s
     site = Site("blocks.1.hook_resid_mid")
     value = read_activations(model, CLEAN, [site.name])[site.name]
     seen: list[Tensor] = []
-    with torch.no_grad(), intervene(model, [(site.name, lambda act, hook: seen.append(act))]):
+    with intervene(model, [(site.name, lambda act, hook: seen.append(act))]):
         model(CORRUPTED.tokens)
     assert len(seen) == 1
     with pytest.raises(HysteresisError, match=r"blocks.1.hook_resid_mid is half applied"):
