@@ -1,9 +1,12 @@
 """Attribution patching is the derivative of exact patching, and exact where nothing bends."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from torch import Tensor
 from zoo import BRIDGES, KINDS, a_model, left_as_it_was, trials_pair
 
 from tl_hysteresis.comparison import agreement
@@ -88,9 +91,9 @@ def test_budget_and_direction() -> None:
     model = a_model("LN")
     whole = attribution_map(model, CLEAN, CORRUPTED, direction="noising")
     part = attribution_map(model, CLEAN, CORRUPTED, direction="noising", max_bytes=1)
-    torch.testing.assert_close(part.effects, whole.effects, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(part.effects, whole.effects, atol=1e-5, rtol=1e-4)
     exchanged = attribution_map(model, CORRUPTED, CLEAN)
-    torch.testing.assert_close(whole.effects, exchanged.effects, atol=1e-6, rtol=0.0)
+    torch.testing.assert_close(whole.effects, exchanged.effects, atol=1e-5, rtol=1e-4)
     assert whole.direction == "noising"
 
 
@@ -112,3 +115,26 @@ def test_gradients_do_not_pass_by_a_half_applied_site(name: str) -> None:
     torch.testing.assert_close(found.effects[7:], derivative, atol=1e-5, rtol=1e-4)
     with pytest.raises(HysteresisError, match="is ignored"):
         attribution_map(a_model("native bridge"), clean, close, points=["pattern"])
+
+
+def test_gradients_that_are_not_finite_are_an_error_and_not_zero() -> None:
+    model = a_model("LN")
+
+    def bend(tensor: Tensor, *, hook: Any) -> Any:
+        return (tensor - tensor).abs().sqrt() * 0.0 + tensor  # finite, but its slope is not
+
+    model.add_hook("blocks.1.hook_mlp_out", bend)
+    with pytest.raises(HysteresisError, match="resid_pre are not finite"):
+        attribution_map(model, CLEAN, CORRUPTED, points="resid_pre", shares=False)
+
+
+def test_trials_made_in_inference_mode() -> None:
+    model = a_model("LN")
+    expected = attribution_map(model, CLEAN, CORRUPTED)
+    with torch.inference_mode():
+        clean, corrupted = CLEAN.clone(), CORRUPTED.clone()
+    assert torch.equal(attribution_map(model, clean, corrupted).effects, expected.effects)
+    with torch.inference_mode():
+        model = a_model("LN")
+    with pytest.raises(HysteresisError, match="made in inference mode"):
+        attribution_map(model, CLEAN, CORRUPTED)

@@ -1,6 +1,7 @@
 """Comparisons of route maps equal scipy's, hand-made and closed-form ones."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -124,7 +125,7 @@ def test_maps_that_cannot_be_compared_are_refused() -> None:
         (good.iloc[:-1], "12 and 11 sites have 11 in common"),
         (other_roles, "have 0 in common"),
         (
-            good.rename(columns={"role": "position"}),
+            good.drop(columns="role").assign(position=range(len(good))),
             "by layer, point, role and by layer, point, po",
         ),
         (table(np.arange(8.0), heads=True), "route maps by"),
@@ -296,3 +297,26 @@ def test_agreement_measures_errors_by_site() -> None:
         agreement(exact, a_map(noisy(0, 2, 4), trials="others"))
     with pytest.raises(HysteresisError, match="one of noising|of noising and one"):
         agreement(exact, a_map(noisy(0, 2, 4), direction="noising"))
+
+
+def test_a_table_that_went_through_a_file_is_the_same_map(tmp_path: Path) -> None:
+    """Beside points without heads, head numbers come back as 0.0, 1.0, ...; and "" as nothing."""
+    streams = table(noisy(0).mean(axis=1)).assign(head=None)
+    heads = table(np.arange(8.0) - 2, heads=True).astype({"head": object})
+    whole = pd.concat([streams, heads], ignore_index=True)
+    whole.to_csv(tmp_path / "map.csv", index=False)
+    read = pd.read_csv(tmp_path / "map.csv")
+    assert read["head"].dtype == float
+    found = compare_routes(read, whole)
+    assert found.topology == pytest.approx(1.0)
+    assert found.dominant_heads == ("L1H3", "L1H3")
+    paths = pd.DataFrame(
+        {
+            "sender": ["L0H0"] * 3,
+            "receiver": ["L1H0", "L1H1", "logits"],
+            "input": ["k", "k", ""],
+            "effect": [1.0, 3.0, 2.0],
+        }
+    )
+    paths.to_csv(tmp_path / "paths.csv", index=False)
+    assert compare_routes(pd.read_csv(tmp_path / "paths.csv"), paths).n_sites == 3

@@ -44,7 +44,8 @@ def by_hand(
     return effect.double().mean().item()
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "1 layer"])
+# One layer has no path between heads, and behind a norm a head's change is no product with W_O.
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in ("1 layer", "norms after")])
 def test_paths_are_those_of_split_inputs(name: str) -> None:
     model = a_model(name)
     assert isinstance(model, HookedTransformer)

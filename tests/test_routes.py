@@ -1,6 +1,7 @@
 """Route maps equal TransformerLens's own patching; comparisons equal scipy's and hand-made ones."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -184,3 +185,32 @@ def test_replaced_parts_can_be_chosen() -> None:
     assert table["nothing"] == pytest.approx(table["intact"], abs=1e-6)
     with pytest.raises(HysteresisError, match="no component 'L7H0'; there are all heads"):
         component_sites(model, "L7H0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"points": []}, "points is empty"),
+        ({"roles": []}, "roles is empty"),
+        ({"points": ["z1"]}, "'z1' is no point of a layer"),
+        ({"by": "head"}, "by is 'head'"),
+        ({"by": "position", "roles": ["query"]}, "roles are given, but the map goes by 'position'"),
+        ({"direction": "both"}, "direction is 'both'"),
+        ({"max_bytes": -1}, "max_bytes"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(arguments: Any, message: str) -> None:
+    with pytest.raises(HysteresisError, match=message):
+        route_map(a_model(), CLEAN, corrupt(), **arguments)
+
+
+def test_names_given_twice_count_once_and_layouts_do_not_matter() -> None:
+    model, corrupted = a_model(), corrupt()
+    once = route_map(model, CLEAN, corrupted, points=["z"], roles=["query", "matched_key"])
+    twice = route_map(
+        model, CLEAN, corrupted, points=["z", "z"], roles=["query", "matched_key"] * 2
+    )
+    assert twice.table.equals(once.table)
+    transposed = CLEAN.with_tokens(CLEAN.tokens.T.contiguous().T)
+    found = route_map(model, transposed, corrupted, points="z", roles=["query", "matched_key"])
+    assert found.table.equals(once.table)

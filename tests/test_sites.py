@@ -1,5 +1,8 @@
 """Sites read what they say; a write that a model does not honour is found, and refused."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -150,3 +153,46 @@ def test_slices_cover_all_trials_and_stay_whole_under_a_callers_hooks() -> None:
         assert trial_slices(model, CLEAN, names, max_bytes=1) == [slice(0, len(CLEAN))]
     with pytest.raises(HysteresisError, match="max_bytes = 0"):
         trial_slices(model, CLEAN, names, max_bytes=0)
+
+
+def test_what_cannot_be_told_is_not_remembered() -> None:
+    """With weights of zero nothing follows from a head; once they are trained, it does."""
+    model = a_model("native bridge")
+    output = model.blocks[1].attn.o.weight
+    trained = output.detach().clone()
+    output.data.zero_()
+    verdicts = check_sites(model).set_index("name")["verdict"]
+    assert verdicts["blocks.1.attn.hook_z"] == "undetermined"
+    output.data.copy_(trained)
+    value = read_activations(model, CLEAN, ["blocks.1.attn.hook_z"])["blocks.1.attn.hook_z"]
+    with intervene(model, [("blocks.1.attn.hook_z", lambda act, hook: value)]):
+        model(CORRUPTED.tokens)
+    assert check_sites(model).set_index("name")["verdict"]["blocks.1.attn.hook_z"] == "honoured"
+
+
+def test_rounding_of_large_activations_is_no_verdict() -> None:
+    model = a_model("native bridge")
+    next(model.pos_embed.parameters()).data[:, 3] += 1e4
+    verdicts = check_sites(model).set_index("point")["verdict"]
+    assert set(verdicts[["attn_out", "mlp_out", "z"]]) == {"honoured"}
+    assert set(verdicts[["resid_mid"]]) == {"half applied"}
+
+
+def test_autocast_and_bad_counts() -> None:
+    model = a_model("GPT-2 bridge")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check_sites(model)["verdict"].isin(["honoured", "half applied", "absent"]).all()
+    with pytest.raises(HysteresisError, match="n_trials = 0"):
+        check_sites(model, n_trials=0)
+
+
+@pytest.mark.parametrize("point", ["z1", "scale1ln1", "hook_embed", None, 3])
+def test_a_short_name_that_says_its_own_layer_is_refused(point: Any) -> None:
+    with pytest.raises(HysteresisError, match="is no point of a layer"):
+        hook_name(a_model("LN"), point, 0)
+
+
+def test_a_head_out_of_a_table_is_a_number() -> None:
+    assert type(Site("blocks.0.attn.hook_z", np.int64(2)).head) is int
+    with pytest.raises(TypeError):
+        Site("blocks.0.attn.hook_z", 1.0)  # type: ignore[arg-type]

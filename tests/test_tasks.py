@@ -545,3 +545,14 @@ def test_prompts_that_make_no_trials_are_refused(arguments: Any, message: str) -
 def test_roles_that_fit_no_position_are_refused(roles: Any, message: str) -> None:
     with pytest.raises(HysteresisError, match=message):
         Trials.of([[1, 2], [3, 4]], [0, 0], [1, 1], roles=roles)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_role_names_and_indices_that_cannot_be_are_refused() -> None:
+    tokens, answers = torch.zeros(1, 3, dtype=torch.long), torch.tensor([1])
+    roles = torch.tensor([[0, 1, 1]])
+    for names in (("a", "a"), "ab"):
+        with pytest.raises(HysteresisError, match="different names, in a tuple"):
+            Trials(tokens, answers, answers, roles, names)  # type: ignore[arg-type]
+    with pytest.raises(HysteresisError, match="roles are indices of torch.int64, not torch.uint8"):
+        Trials(tokens, answers, answers, roles.to(torch.uint8), ("a", "b"))

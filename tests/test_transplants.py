@@ -1,13 +1,14 @@
 """A transplant is what plain hooks or copied weights do; from oneself, it changes no bit."""
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformer_lens import ActivationCache
-from zoo import BRIDGES, D_VOCAB, KINDS, a_model, left_as_it_was, trials_pair
+from zoo import BRIDGES, D_VOCAB, KINDS, a_model, hooked, left_as_it_was, trials_pair
 
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import intervene
@@ -201,7 +202,7 @@ def test_what_has_no_weights_of_its_own_is_refused_and_what_has_is_listed(name: 
     model = a_model(name)
     layers, norm = range(model.cfg.n_layers), model.cfg.normalization_type
     absent = set()
-    if name in BRIDGES or name == "grouped":
+    if name in (*BRIDGES, "grouped", "ungrouped"):
         absent |= {f"L{layer}H{head}" for layer in layers for head in range(4)}
     if model.cfg.attn_only:
         absent |= {f"L{layer} MLP" for layer in layers}
@@ -262,3 +263,45 @@ def test_models_and_trials_that_do_not_fit_are_refused_and_nothing_changes() -> 
         with pytest.raises(HysteresisError, match=message):
             call()
         assert unchanged() and fingerprint(first) == before, message
+
+
+@pytest.mark.parametrize("name", [*KINDS, *BRIDGES])
+def test_the_components_cover_all_weights(name: str) -> None:
+    """What no component holds could carry a gap that no row of the table shows."""
+    first, second = a_pair(name)
+    parts = {p for p in weight_components(first) if not re.search(r"everything|all|H", p)}
+    for part in parts:
+        first = transplant_weights(first, second, part)
+    differ = [
+        parameter
+        for (parameter, here), there in zip(
+            first.named_parameters(), second.parameters(), strict=True
+        )
+        if not torch.equal(here, there)
+    ]
+    tied = "embedding" not in parts
+    assert all(tied and "transformer.w" in x or "ln_f" in x for x in differ), differ
+
+
+def test_a_heads_sink_goes_with_it() -> None:
+    first, second = a_pair("sinks")
+    with torch.no_grad():
+        second.blocks[0].attn.sinks += 1.0
+    moved = transplant_weights(first, second, "L0H2").blocks[0].attn.sinks
+    assert moved[2] == second.blocks[0].attn.sinks[2]
+    assert torch.equal(moved[:2], first.blocks[0].attn.sinks[:2])
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("attn_scores_soft_cap", 7.0), ("use_attn_scale", False), ("parallel_attn_mlp", True)],
+)
+def test_two_functions_of_the_same_weights_are_not_two_checkpoints(
+    setting: str, value: object
+) -> None:
+    first, second = hooked("LN"), hooked("LN")
+    setattr(second.cfg, setting, value)
+    with pytest.raises(
+        HysteresisError, match=f"{setting} is .* in the first, {value} in the second"
+    ):
+        transplant(first, second, TRIALS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
+import torch
 from jaxtyping import Float
 from scipy import stats
 
@@ -191,6 +192,8 @@ def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreem
     """
     if exact.trials != approximate.trials:
         raise HysteresisError("the two maps were measured on different trials")
+    if not torch.allclose(exact.corrupted, approximate.corrupted, rtol=0.05, atol=0.05):
+        raise HysteresisError("the two maps are of different corrupted trials, or of two models")
     comparison = compare_routes(approximate, exact, k=k)
     i, j = _common_order(exact.table, approximate.table)
     a, b = exact.table["effect"].to_numpy(float)[i], approximate.table["effect"].to_numpy(float)[j]
@@ -213,8 +216,24 @@ def _tables(
     if isinstance(first, EffectMap) and isinstance(second, EffectMap):
         if first.direction != second.direction:
             raise HysteresisError(f"a map of {first.direction} and one of {second.direction}")
-    first, second = (x.table if isinstance(x, EffectMap) else x for x in (first, second))
-    return first, second
+    return _table(first), _table(second)
+
+
+def _table(route: EffectMap | pd.DataFrame) -> pd.DataFrame:
+    """A map's table, with types as they were before it went through any file."""
+    table = route.table if isinstance(route, EffectMap) else route
+    if "effect" not in table:
+        raise HysteresisError("a route map's table has a column 'effect' beside those of its sites")
+    table = table.reset_index(drop=True)
+    for axis in ("layer", "head", "position"):
+        if axis in table:
+            try:
+                table[axis] = table[axis].astype("Int64")
+            except (TypeError, ValueError) as error:
+                raise HysteresisError(f"{axis} holds what is no whole number: {error}") from None
+    if "input" in table:
+        table["input"] = table["input"].fillna("")
+    return table
 
 
 def _common_order(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -222,12 +241,11 @@ def _common_order(first: pd.DataFrame, second: pd.DataFrame) -> tuple[np.ndarray
     keys, other = ([axis for axis in SITE_AXES if axis in table] for table in (first, second))
     if keys != other:
         raise HysteresisError(f"route maps by {', '.join(keys)} and by {', '.join(other)}")
-    types = {"head": "Int64"} if "head" in keys else {}
     numbered = []
     for table, which in ((first, "first"), (second, "second")):
         if table.duplicated(keys).any():
             raise HysteresisError(f"the {which} route map has a site twice")
-        numbered.append(table[keys].astype(types).assign(**{which: range(len(table))}))
+        numbered.append(table[keys].assign(**{which: range(len(table))}))
     # In the order of the keys, so that the order of the rows decides no tie.
     both = numbered[0].merge(numbered[1], on=keys).sort_values(keys)
     if not len(both) == len(first) == len(second):

@@ -57,6 +57,7 @@ def intervene(model: HookedModel, hooks: Sequence[Hook]) -> Iterator[HookedModel
         ...
         tl_hysteresis.errors.HysteresisError: the model has no hook point 'blocks.0.hook_mlp_owt'
     """
+    hooks = list(hooks)
     for name, _ in hooks:
         check_hook_point(model, name)
     refused = refusals(model, {name for name, _ in hooks})
@@ -112,7 +113,7 @@ def patch_activations(
         >>> bool(torch.allclose(patched, model(clean)))
         True
     """
-    check_are_sites(sites)
+    sites = check_are_sites(sites)
     missing = [site for site in sites if site.name not in source]
     if missing:
         raise HysteresisError(f"the source run holds no activation of {missing[0].name!r}")

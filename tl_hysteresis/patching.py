@@ -220,10 +220,11 @@ def _keys_and_values(
     model: HookedModel, stream: Float[Tensor, "trial pos d_model"]
 ) -> tuple[Float[Tensor, "trial pos head d_head"], Float[Tensor, "trial pos head d_head"]]:
     """Keys and values of the last layer, as its attention would cache them."""
-    layer = model.cfg.n_layers - 1
-    empty = TransformerLensKeyValueCacheEntry.init_cache_entry(
-        model.cfg, stream.device, len(stream)
-    )
+    cfg, layer = model.cfg, model.cfg.n_layers - 1
+    groups = None if cfg.ungroup_grouped_query_attention else cfg.n_key_value_heads
+    heads = cfg.n_heads if groups is None else groups
+    nothing = stream.new_empty(len(stream), 0, heads, cfg.d_head)
+    empty = TransformerLensKeyValueCacheEntry(nothing, nothing)
     model(stream, start_at_layer=layer, stop_at_layer=layer + 1, past_kv_cache=_cache(model, empty))
     return empty.past_keys, empty.past_values
 

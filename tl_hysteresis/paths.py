@@ -26,6 +26,7 @@ from tl_hysteresis.routes import (
     By,
     Direction,
     EffectMap,
+    as_list,
     check_runs,
     choices,
     effect_map,
@@ -135,8 +136,8 @@ def path_map(
     Localizing model behavior with path patching.
     """
     check_runs(model, clean, corrupted, direction)
-    paths = _paths(model, _names(senders), _names(receivers), inputs)
-    if roles is not None:
+    paths = _paths(model, _names(senders), _names(receivers), as_list(inputs))
+    if roles is not None and by == "all":
         by = "role"
     where, places = choices(clean, by, roles)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
@@ -245,7 +246,7 @@ class _Walk:
 
 
 def _names(given: str | Sequence[str] | None) -> Sequence[str] | None:
-    return [given] if isinstance(given, str) else given
+    return None if given is None else list(dict.fromkeys(as_list(given)))
 
 
 def _read_by_both(model: HookedModel) -> set[str]:
@@ -283,7 +284,7 @@ def _paths(
         end = _component(model, name)
         if end.head is None:
             raise HysteresisError(f"receivers are heads or {LOGITS!r}; found {name!r}")
-        for input in inputs:
+        for input in dict.fromkeys(inputs):
             if input == "q" or end.head < groups:
                 ends.append(replace(end, input=input))
             elif receivers is not None:

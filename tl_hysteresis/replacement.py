@@ -182,8 +182,7 @@ def mean_reference(
     Source: mean ablation; the reference of Zuo (2026) is "their mean over examples in that same
     checkpoint".
     """
-    check_are_sites(sites)
-    sites = list(dict.fromkeys(sites))  # one that is named twice is summed once
+    sites = check_are_sites(sites)  # each once: one that is named twice is summed once
     by = by or ("position" if trials.roles is None else "role")
     groups, names, positions = _groups(trials, by)
     n_groups = int(groups.max()) + 1
@@ -213,7 +212,7 @@ def zero_reference(model: HookedModel, trials: Trials, sites: Sequence[Site]) ->
     Raises:
         HysteresisError: a site that the model does not have, or trials that it cannot run.
     """
-    check_are_sites(sites)
+    sites = check_are_sites(sites)
     cache = read_activations(model, one_trial(model, trials), {site.name for site in sites})
     values = {site: torch.zeros_like(site.read(cache[site.name])[0]) for site in sites}
     return Reference(values, "position", origin=_origin("zero", model, trials))
@@ -245,7 +244,7 @@ def resampled_reference(
 
     Source: resample ablation, Chan et al. (2022), Causal scrubbing.
     """
-    check_are_sites(sites)
+    sites = check_are_sites(sites)
     n, generator = len(trials), torch.Generator().manual_seed(seed)
     if pool is None:
         if n < 2:
@@ -307,18 +306,19 @@ def mean_replacement(
         ...     model(trials.tokens).shape
         torch.Size([8, 17, 32])
     """
-    check_are_sites(sites)
+    sites = check_are_sites(sites)
     if role is not None and positions is not None:
         raise HysteresisError("role and positions both say where to replace: give one of them")
     if role is not None:
-        roles = [role] if isinstance(role, str) else role
+        roles = [role] if isinstance(role, str) else list(role)
         if not roles:
             raise HysteresisError("role is an empty list: None replaces at all positions")
         where = torch.stack([trials.positions(name) for name in roles]).any(dim=0)
     elif positions is not None:
-        if positions.shape != trials.tokens.shape:
+        if positions.shape != trials.tokens.shape or positions.dtype != torch.bool:
             raise HysteresisError(
-                f"positions are {tuple(positions.shape)}, trials {tuple(trials.tokens.shape)}"
+                f"positions are {tuple(positions.shape)} of {positions.dtype}: trials of "
+                f"{tuple(trials.tokens.shape)} need a mask of that shape, of torch.bool"
             )
         where = positions
     else:

@@ -6,7 +6,7 @@ pass (`attribution_map`). Two maps are compared in `comparison`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,7 @@ from tl_hysteresis.sites import (
     STREAM,
     HookedModel,
     Site,
+    check_are_sites,
     check_trials,
     components,
     hook_name,
@@ -67,7 +68,8 @@ def replacement_margins(
     Raises:
         HysteresisError: a role that no position has, or a site that the model does not have.
     """
-    parts = components(model) if parts is None else parts
+    given = components(model) if parts is None else parts
+    parts = {name: check_are_sites(part) for name, part in given.items()}
     sites = list(dict.fromkeys(site for part in parts.values() for site in part))
     reference = mean_reference(model, trials, sites)
     run = BaseRun.of(model, trials)
@@ -200,7 +202,7 @@ def dominant_head(table: pd.DataFrame) -> str:
         raise HysteresisError("this map has no heads: take it with a point such as 'z'")
     heads = table[table["head"].notna()]
     strongest = heads.iloc[int(heads["effect"].abs().to_numpy().argmax())]
-    return f"L{strongest['layer']}H{strongest['head']}"
+    return f"L{int(strongest['layer'])}H{int(strongest['head'])}"
 
 
 def route_map(
@@ -321,15 +323,23 @@ def attribution_map(
         here, own, gradients = _gradients(model, base.select(part), names)
         found = []
         for _, _, site in sites:
-            change = site.read(other[site.name]).double() - site.read(own[site.name]).double()
+            new, old = (site.read(cache[site.name]).double() for cache in (other, own))
+            # The scores of masked keys are -inf in both runs, which is no change.
+            change = torch.where(new == old, 0.0, new - old)
             product = change * site.read(gradients[site.name]).double()
-            # The scores of masked keys are -inf in both runs: no change, and no gradient.
-            product = product.nan_to_num(0.0).flatten(start_dim=2).sum(dim=2)
+            if not bool(product.isfinite().all()):
+                raise HysteresisError(f"changes or gradients at {site.name} are not finite")
+            product = product.flatten(start_dim=2).sum(dim=2)
             found.append((product * chosen[:, part]).sum(dim=2))
         parts.append((torch.cat(found), here, logit_margin(logits, clean.select(part))))
     effects, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
     scale = share_scale(model, here, there) if shares else None
     return RouteMap(*effect_map(clean, labels, effects, here, there, direction, scale))
+
+
+def as_list(names: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list."""
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _gradients(
@@ -351,6 +361,9 @@ def _gradients(
         return name, run
 
     with measuring(model), torch.inference_mode(False), torch.enable_grad():
+        trials = trials.clone()  # those made in inference mode cannot be in a graph
+        if any(parameter.is_inference() for parameter in model.parameters()):
+            raise HysteresisError("the model was made in inference mode, which allows no gradients")
         with model.hooks(fwd_hooks=[keep(name) for name in points]):
             margins = logit_margin(model(trials.tokens), trials)
         wanted = [kept[asked[name]] for name in names]
@@ -397,9 +410,12 @@ def _plan(
 ) -> tuple[_Sites, Bool[Tensor, "choice trial pos"], pd.DataFrame]:
     """What is patched: sites, positions in each trial, and the two crossed as a table."""
     check_runs(model, clean, corrupted, direction)
-    if isinstance(points, str):
-        points = [points]
-    by = by or ("role" if roles is not None or clean.roles is not None else "position")
+    if points is not None:
+        points = list(dict.fromkeys(as_list(points)))
+        if not points:
+            raise HysteresisError("points is empty; None is for all points of the residual stream")
+    if by is None:
+        by = "role" if roles is not None or clean.roles is not None else "position"
     if points is None:
         points = [p for p in STREAM if f"blocks.0.hook_{p}" in model.hook_dict]
     sites: _Sites = []
@@ -455,7 +471,9 @@ def choices(
         raise HysteresisError(
             'these trials carry no roles, so the map cannot go by role: give by="position"'
         )
-    names = [roles] if isinstance(roles, str) else list(roles or trials.role_names)
+    names = list(trials.role_names if roles is None else dict.fromkeys(as_list(roles)))
+    if not names:
+        raise HysteresisError("roles is empty; None is for all roles")
     return torch.stack([trials.positions(name) for name in names]), names
 
 

@@ -8,6 +8,7 @@ follows.
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,10 @@ class Site:
 
     name: str
     head: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.head is not None:  # a number out of a table is a numpy integer
+            object.__setattr__(self, "head", operator.index(self.head))
 
     @property
     def of_queries(self) -> bool:
@@ -146,14 +151,16 @@ def component_sites(model: HookedModel, *names: str) -> list[Site]:
     return list(dict.fromkeys(site for name in names for site in known[name]))
 
 
-def check_are_sites(sites: Iterable[Site]) -> None:
-    """Refuse names in the place of sites."""
+def check_are_sites(sites: Iterable[Site]) -> list[Site]:
+    """The sites as a list, each once; names in the place of sites are refused."""
+    sites = list(dict.fromkeys(sites))
     for site in sites:
         if not isinstance(site, Site):
             raise HysteresisError(
                 f"{site!r} is no Site: say Site('blocks.0.attn.hook_z', head=1), "
                 "or component_sites(model, 'L0H1')"
             )
+    return sites
 
 
 def hook_name(model: HookedModel, point: str, layer: int) -> str:
@@ -169,7 +176,10 @@ def hook_name(model: HookedModel, point: str, layer: int) -> str:
         >>> hook_name(model, "z", 1)
         'blocks.1.attn.hook_z'
     """
-    name = str(get_act_name(point, layer))
+    name = str(get_act_name(point, layer)) if isinstance(point, str) else repr(point)
+    # TransformerLens lets a number in a short name, as in "z1", decide the layer.
+    if not name.startswith(f"blocks.{layer}."):
+        raise HysteresisError(f"{point!r} is no point of a layer: say 'resid_pre', 'z', 'mlp_out'")
     check_hook_point(model, name)
     return name
 
@@ -192,8 +202,8 @@ def check_trials(model: HookedModel, trials: Trials) -> None:
             f"the trials are on {trials.tokens.device}, the model on {device}: "
             "move one, for example trials.to(...)"
         )
-    if not len(trials):
-        raise HysteresisError("no trials")
+    if not trials.tokens.numel():
+        raise HysteresisError(f"no trials: tokens are {tuple(trials.tokens.shape)}")
     if trials.tokens.shape[1] > model.cfg.n_ctx:
         raise HysteresisError(
             f"trials of {trials.tokens.shape[1]} tokens, but the model's context is "
@@ -244,9 +254,13 @@ def check_sites(model: HookedModel, *, n_trials: int = 4, seed: int = 0) -> pd.D
     Returns:
         One row a point of a layer that the model has: `name`, `layer`, `point`, `verdict`, `error`.
         The verdict is `honoured`; `half applied` (something follows it, something does not: any
-        measurement there is wrong); `ignored` (nothing follows it); or `absent` (the hook does not
-        fire, as for `hook_result` without `use_attn_result`). `error` is the largest deviation from
-        what must follow, relative to the largest difference between the two runs there.
+        measurement there is wrong); `ignored` (nothing follows it); `absent` (the hook does not
+        fire, as for `hook_result` without `use_attn_result`); or `undetermined` (what follows is
+        the same in both runs, or not finite, as where weights are zero). `error` is the largest
+        deviation from what must follow, relative to the largest difference between the two runs.
+
+    Raises:
+        HysteresisError: fewer than one trial.
 
     Example:
         >>> from tl_hysteresis.config import ModelConfig
@@ -255,6 +269,8 @@ def check_sites(model: HookedModel, *, n_trials: int = 4, seed: int = 0) -> pd.D
         >>> check_sites(model).query("verdict != 'honoured'")["point"].tolist()
         ['result', 'result']
     """
+    if n_trials < 1:
+        raise HysteresisError(f"n_trials = {n_trials}: at least one is needed to check with")
     _VERDICTS.pop(model, None)
     rows = []
     for layer in range(model.cfg.n_layers):
@@ -302,7 +318,7 @@ def trial_slices(
     width = max(cfg.d_model, cfg.n_heads * cfg.d_head, cfg.d_mlp or 0)
     widths = [max(width, cfg.n_heads * n_pos) if Site(n).of_queries else width for n in names]
     of_a_trial = sum(widths) * n_pos * next(model.parameters()).element_size()
-    size = max(1, max_bytes // max(1, of_a_trial))
+    size = min(len(trials), max(1, int(max_bytes) // max(1, of_a_trial)))
     if size >= len(trials) or has_hooks(model):
         return [slice(0, len(trials))]
     return [slice(start, start + size) for start in range(0, len(trials), size)]
@@ -327,10 +343,15 @@ def _layer_verdicts(
     model: HookedModel, layer: int, *, n_trials: int = 4, seed: int = 0
 ) -> Mapping[str, _Verdict]:
     known = _VERDICTS.setdefault(model, {})
-    if layer not in known:
-        with measuring(model), _without_callers_hooks(model):
-            known[layer] = _LayerCheck(model, layer, n_trials, seed).verdicts()
-    return known[layer]
+    if layer in known:
+        return known[layer]
+    device = next(model.parameters()).device.type
+    with measuring(model), _without_callers_hooks(model), torch.autocast(device, enabled=False):
+        found = _LayerCheck(model, layer, n_trials, seed).verdicts()
+    # What could not be told now may be told later, when weights are other ones.
+    if all(verdict.word != "undetermined" for verdict in found.values()):
+        known[layer] = found
+    return found
 
 
 class _LayerCheck:
@@ -387,13 +408,19 @@ class _LayerCheck:
         return max(verdicts, key=lambda verdict: verdict.error)
 
     def _verdict(self, point: str, read: str, deviation: Tensor) -> _Verdict:
-        scale = (self.source[read] - self.base[read]).abs().nan_to_num(0.0, 0.0, 0.0).max()
-        error = (deviation.abs().max() / scale).item()
+        size, eps = self.source[read].abs(), torch.finfo(deviation.dtype).eps
+        visible = size.isfinite()  # of scores, those of masked keys are not
+        size, deviation = size[visible], deviation.abs()[visible]
+        change = (self.source[read] - self.base[read]).abs()[visible].max().item()
+        if not (change > 0.0 and bool(deviation.isfinite().all())):
+            return _Verdict(point, "undetermined", math.nan)
+        error = deviation.max().item() / change
         # An ignored write leaves every bit as it was, however large: it is made large.
         large = self._run(self.tokens, {point: 8.0 * self.source[point]})[read]
         if torch.equal(large, self.base[read]):
             return _Verdict(point, "ignored", error)
-        honoured = error <= torch.finfo(deviation.dtype).eps ** 0.5
+        # Rounding goes by the size of what is added up, which can dwarf the change.
+        honoured = error <= eps**0.5 + 32.0 * eps * size.max().item() / change
         return _Verdict(point, "honoured" if honoured else "half applied", error)
 
     def _run(

@@ -74,7 +74,15 @@ class Trials:
             ids = getattr(self, name)
             if ids.numel() and int(ids.min()) < 0:
                 raise HysteresisError(f"{name}: {int(ids.min())} is not a token id")
+        for name in ("tokens", "contextual", "fixed", "roles"):
+            if getattr(self, name) is not None:  # models cannot run a transposed view
+                object.__setattr__(self, name, getattr(self, name).contiguous())
+        names = self.role_names
+        if type(names) is not tuple or len(set(names)) != len(names):
+            raise HysteresisError(f"role_names = {names!r}: different names, in a tuple")
         if self.roles is not None:
+            if self.roles.dtype != torch.int64:
+                raise HysteresisError(f"roles are indices of torch.int64, not {self.roles.dtype}")
             if self.roles.shape != self.tokens.shape:
                 raise HysteresisError(
                     f"roles have shape {tuple(self.roles.shape)}, "
@@ -161,6 +169,12 @@ class Trials:
             fixed=self.fixed[which],
             roles=roles,
         )
+
+    def clone(self) -> Trials:
+        """The same trials in memory of their own."""
+        roles = None if self.roles is None else self.roles.clone()
+        tokens, contextual, fixed = (x.clone() for x in (self.tokens, self.contextual, self.fixed))
+        return replace(self, tokens=tokens, contextual=contextual, fixed=fixed, roles=roles)
 
     def with_tokens(self, tokens: Int[Tensor, "trial pos"]) -> Trials:
         """The same trials, answers and roles with other prompts: corrupted ones, for instance."""

@@ -33,6 +33,16 @@ from tl_hysteresis.sites import (
 from tl_hysteresis.tasks import Trials
 
 EVERYTHING = "everything"
+# Settings that two checkpoints may differ in: they say how weights began, or what hooks see.
+_NOT_OF_THE_FUNCTION = {
+    *("seed", "device", "model_name", "init_mode", "initializer_range", "init_weights"),
+    *("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in"),
+    *("use_hook_tokens", "ungroup_grouped_query_attention", "default_prepend_bos"),
+    *("tokenizer_name", "tokenizer_prepends_bos", "from_checkpoint", "checkpoint_index"),
+    *("checkpoint_label_type", "checkpoint_value"),
+}
+_NORMS = ("ln1", "ln2", "ln1_post", "ln2_post")
+_PLAIN = (str, int, float, bool, list, type(None))
 Model = TypeVar("Model", bound=HookedModel)
 
 
@@ -83,8 +93,12 @@ def transplant(
     """
     _check_alike(first, second)
     check_trials(first, trials)
+    if len(set(names)) != 2:
+        raise HysteresisError(f"names = {names!r}: two different names are needed")
     if sites is None:
         sites = components(first)
+    if not isinstance(sites, Mapping):
+        raise HysteresisError("sites is a mapping from a name to the sites that go over together")
     if weights is None:
         weights = weight_components(first)
     own = [_margins(model, trials, []) for model in (first, second)]
@@ -145,8 +159,9 @@ def transplant_weights(into: Model, donor: HookedModel, component: str) -> Model
         into: the model that is copied, and left as it is.
         donor: another checkpoint of it.
         component: "L0H3" (its queries, keys, values and outputs, with their biases), "L0 heads"
-            (the attention layer, with its output bias), "all heads", "L0 MLP", "L0 norms",
-            "embedding", "unembedding" (with the final norm), or "everything".
+            (the attention layer, with its output bias and any norms of queries and keys), "all
+            heads", "L0 MLP", "L0 norms", "embedding", "unembedding" (with the final norm), or
+            "everything".
 
     Raises:
         HysteresisError: models of different shape, or a component that has no weights of its own.
@@ -176,7 +191,7 @@ def weight_components(model: HookedModel) -> list[str]:
 def _hooks(
     donor: HookedModel, trials: Trials, sites: Sequence[Site], role: str | None
 ) -> list[Hook]:
-    check_are_sites(sites)
+    sites = check_are_sites(sites)
     everywhere = torch.ones_like(trials.tokens, dtype=torch.bool)
     positions = everywhere if role is None else trials.positions(role)
     source = read_activations(donor, trials, {site.name for site in sites})
@@ -224,13 +239,15 @@ def _parameters(model: HookedModel, component: str) -> list[Tensor]:
         return []
     block, part = model.blocks[int(match[1])], match[3]
     if part is not None:
-        modules = {"heads": ("attn",), "MLP": ("mlp",), "norms": ("ln1", "ln2")}[part]
+        modules = {"heads": ("attn",), "MLP": ("mlp",), "norms": _NORMS}[part]
         return _of_modules(block, *modules)
     head = int(match[2])
     if head >= model.cfg.n_heads or not _heads_are_apart(model):
         return []
     letters = [*(f"W_{x}" for x in "QKVO"), *(f"b_{x}" for x in "QKV")]
-    return [block.attn.get_parameter(name)[head] for name in letters]
+    own = [block.attn.get_parameter(name)[head] for name in letters]
+    sinks = dict(block.attn.named_parameters()).get("sinks")  # one logit a head
+    return own if sinks is None else [*own, sinks[head : head + 1]]
 
 
 def _of_modules(parent: nn.Module, *names: str) -> list[Tensor]:
@@ -252,11 +269,12 @@ def _check_alike(first: HookedModel, second: HookedModel) -> None:
             f"not two checkpoints of one model: {name} is {_shape(here.get(name))} in the first, "
             f"{_shape(there.get(name))} in the second"
         )
-    for setting in ("act_fn", "normalization_type", "positional_embedding_type", "n_heads"):
-        ours, theirs = (getattr(model.cfg, setting, None) for model in (first, second))
-        if ours != theirs:
+    settings = [vars(model.cfg) for model in (first, second)]
+    for name in sorted(set.union(*map(set, settings)) - _NOT_OF_THE_FUNCTION):
+        ours, theirs = (s.get(name) for s in settings)
+        if isinstance(ours, _PLAIN) and isinstance(theirs, _PLAIN) and ours != theirs:
             raise HysteresisError(
-                f"not two checkpoints of one model: {setting} is {ours!r} in the first, "
+                f"not two checkpoints of one model: {name} is {ours!r} in the first, "
                 f"{theirs!r} in the second"
             )
     for name, parameter in first.named_parameters():
