@@ -1,9 +1,12 @@
 """Shapes and types are checked while the tests run; users do not pay for it."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 
+import jaxtyping
+import pytest
 from jaxtyping import install_import_hook
 
 # The tensor modules; `config.py` is checked by pydantic itself.
@@ -36,3 +39,12 @@ install_import_hook(
     ],
     "beartype.beartype",
 )
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Types unchecked, as for users: jaxtyping would refuse them before the package can."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "replacement": {"errors", "interventions", "models", "sites", "store", "tasks"},
     "patching": {"errors", "interventions", "measures", "sites", "tasks"},
     "routes": {
-        *("errors", "interventions", "measures", "patching", "replacement", "sites", "tasks"),
+        *("errors", "interventions", "measures", "models", "patching", "replacement", "sites"),
+        "tasks",
     },
     "comparison": {"errors", "routes", "statistics"},
     "paths": {"errors", "interventions", "measures", "patching", "routes", "sites", "tasks"},

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from zoo import BRIDGES, KINDS, a_model, left_as_it_was, trials_pair
+from zoo import BRIDGES, KINDS, a_model, hooked, left_as_it_was, trials_pair
 
 from tl_hysteresis.comparison import agreement
 from tl_hysteresis.errors import HysteresisError
@@ -20,11 +20,14 @@ CLEAN, CORRUPTED = trials_pair()
 POINTS = ("resid_pre", "resid_mid", "attn_out", "mlp_out", "z", "q", "k", "v", "pattern")
 
 
-def test_it_is_the_derivative_of_exact_patching() -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_it_is_the_derivative_of_exact_patching(name: str) -> None:
     """A small step from one run's activation towards the other's, by exact patching."""
-    model, step = a_model("float64"), 1e-6
+    model, step = hooked(name), 1e-6
+    model.to(torch.float64)
+    points = POINTS if name == "LN" else ("resid_pre", "z", "k")
     run = BaseRun.of(model, CORRUPTED)
-    found = attribution_map(model, CLEAN, CORRUPTED, points=POINTS, by="position")
+    found = attribution_map(model, CLEAN, CORRUPTED, points=points, by="position")
     each = torch.eye(7, dtype=torch.bool)[:, None].expand(-1, len(CLEAN), -1)
     # The rows come site by site, position by position.
     sites = found.table.iloc[:: len(each)][["layer", "point", "head"]].to_numpy().tolist()
@@ -71,8 +74,21 @@ def test_it_maps_the_same_sites_on_every_model_and_leaves_no_graph(name: str) ->
     assert torch.equal(found.clean, exact.clean)
     assert np.isfinite(found.table["effect"]).all()
     report = agreement(exact, found)
-    assert report.largest_error >= report.mean_error >= 0.0
     assert report.comparison.n_sites == len(exact.table)
+    error = (found.effects - exact.effects).mean(dim=1).abs()
+    assert report.largest_error == pytest.approx(error.max().item(), abs=1e-9)
+    assert report.mean_error == pytest.approx(error.mean().item(), abs=1e-9)
+    with pytest.raises(HysteresisError, match="different corrupted trials"):
+        agreement(exact, attribution_map(model, CLEAN, CLEAN, points=points, shares=False))
+
+
+def test_maps_of_two_models_do_not_agree_by_accident() -> None:
+    model = hooked("LN")
+    exact = route_map(model, CLEAN, CORRUPTED, points="z")
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[0] *= 1.0001
+    with pytest.raises(HysteresisError, match="different models"):
+        agreement(exact, attribution_map(model, CLEAN, CORRUPTED, points="z"))
 
 
 def test_parameters_without_gradients_and_inference_mode_are_no_hindrance() -> None:

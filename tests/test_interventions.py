@@ -177,6 +177,7 @@ def test_bad_sites_and_shapes_are_named(model: HookedTransformer) -> None:
             model(TRIALS.tokens)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_iterators_are_not_used_up_before_they_are_read(model: HookedTransformer) -> None:
     """A `zip` or a generator can be walked once only: what is checked must also be installed."""
     with intervene(model, zip(["blocks.0.hook_mlp_out"], [lambda act, hook: act * 0], strict=True)):  # type: ignore[arg-type]

@@ -14,13 +14,7 @@ from zoo import BRIDGES, KINDS, a_model, left_as_it_was, trials_pair
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import intervene, read_activations
 from tl_hysteresis.measures import logit_margin
-from tl_hysteresis.patching import (
-    BaseRun,
-    _can_be_taken_up,
-    margins_under,
-    one_by_one,
-    patched_margins,
-)
+from tl_hysteresis.patching import BaseRun, margins_under, one_by_one, patched_margins
 from tl_hysteresis.routes import By, route_map
 from tl_hysteresis.sites import MAX_BYTES, HookedModel, Site, hook_name
 from tl_hysteresis.tasks import Trials
@@ -237,17 +231,59 @@ def test_margins_under_hooks_are_those_of_a_whole_run() -> None:
             torch.testing.assert_close(margins_under(run, some), expected, atol=1e-5, rtol=0.0)
 
 
-def test_left_padded_models_are_run_whole() -> None:
-    """The mask of left padding is made from the tokens, so no run is taken up midway."""
+def test_a_mask_of_left_padding_counts() -> None:
+    """It is made from the tokens, so no run can be taken up midway."""
 
     class Tokenizer:
-        padding_side = "left"
+        padding_side, pad_token_id, bos_token_id, eos_token_id = "left", 0, None, 1
 
     model = a_model("LN")
-    assert BaseRun.of(model, CLEAN).streams is not None
-    model.tokenizer = None
+    padded = CLEAN.tokens.clone()
+    padded[:, :2] = Tokenizer.pad_token_id
+    clean, corrupted = CLEAN.with_tokens(padded), CORRUPTED.with_tokens(padded.roll(1, dims=0))
+    plain = route_map(model, clean, corrupted, points=["z"], by="position")
     object.__setattr__(model, "tokenizer", Tokenizer())
-    assert not _can_be_taken_up(model)
+    assert BaseRun.of(model, clean).streams is None
+    found = route_map(model, clean, corrupted, points=["z"], by="position")
+    with torch.no_grad():
+        _, cache = model.run_with_cache(clean.tokens)
+        theirs = patching.get_act_patch_attn_head_out_by_pos(
+            model, corrupted.tokens, cache, lambda logits: logit_margin(logits, clean).mean()
+        )
+        base = logit_margin(model(corrupted.tokens), clean).mean()
+    expected = (theirs - base).transpose(1, 2).double()
+    torch.testing.assert_close(found.tensor("z"), expected, atol=1e-5, rtol=0.0)
+    assert not torch.allclose(found.tensor("z"), plain.tensor("z"), atol=1e-3)
+
+
+def test_torchs_own_hooks_count_too() -> None:
+    """They may look at positions, or at the batch, and say nothing to TransformerLens."""
+    model = a_model("LN")
+
+    def silence(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[:, 2] = 0.0
+        return output
+
+    handle = model.blocks[1].attn.register_forward_hook(silence)
+    found = route_map(model, CLEAN, CORRUPTED, points=["resid_pre"], by="position")
+    with torch.no_grad():
+        _, cache = model.run_with_cache(CLEAN.tokens)
+        base = logit_margin(model(CORRUPTED.tokens), CLEAN).mean()
+        theirs = patching.get_act_patch_resid_pre(
+            model, CORRUPTED.tokens, cache, lambda logits: logit_margin(logits, CLEAN).mean()
+        )
+    handle.remove()
+    expected = (theirs - base).double()
+    torch.testing.assert_close(found.tensor("resid_pre"), expected, atol=1e-5, rtol=0.0)
+
+
+def test_trials_with_one_token_for_both_answers_are_refused() -> None:
+    fixed = CLEAN.fixed.clone()
+    fixed[:2] = CLEAN.contextual[:2]
+    congruent = Trials(CLEAN.tokens, CLEAN.contextual, fixed)
+    with pytest.raises(HysteresisError, match="2 of 6 trials have one token for both answers"):
+        route_map(a_model("LN"), congruent, CORRUPTED)
 
 
 def test_what_does_not_fit_is_named() -> None:

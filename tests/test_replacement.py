@@ -422,3 +422,8 @@ def test_what_cannot_be_is_refused_and_leaves_the_model_alone() -> None:
         with pytest.raises(HysteresisError, match=message):
             call()
         assert unchanged(), message
+
+
+def test_a_mean_of_one_activation_is_refused() -> None:
+    with pytest.raises(HysteresisError, match="a mean of one activation is that activation"):
+        mean_reference(a_model("LN"), PLAIN.select(slice(1)), [MLP])

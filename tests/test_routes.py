@@ -187,6 +187,7 @@ def test_replaced_parts_can_be_chosen() -> None:
         component_sites(model, "L7H0")
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -206,11 +207,10 @@ def test_arguments_that_cannot_be_are_named(arguments: Any, message: str) -> Non
 
 def test_names_given_twice_count_once_and_layouts_do_not_matter() -> None:
     model, corrupted = a_model(), corrupt()
-    once = route_map(model, CLEAN, corrupted, points=["z"], roles=["query", "matched_key"])
-    twice = route_map(
-        model, CLEAN, corrupted, points=["z", "z"], roles=["query", "matched_key"] * 2
-    )
+    roles = ["query", "matched_key"]
+    once = route_map(model, CLEAN, corrupted, points=["z"], roles=roles)
+    twice = route_map(model, CLEAN, corrupted, points=["z", "z"], roles=roles * 2)
     assert twice.table.equals(once.table)
     transposed = CLEAN.with_tokens(CLEAN.tokens.T.contiguous().T)
-    found = route_map(model, transposed, corrupted, points="z", roles=["query", "matched_key"])
+    found = route_map(model, transposed, corrupted, points="z", roles=roles)
     assert found.table.equals(once.table)

@@ -1,10 +1,9 @@
 """The recall task against its definition, trial by trial, and its laws against scipy's tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -357,15 +356,6 @@ class TestOwnTask:
         assert torch.equal(corrupted.tokens != trials.tokens, trials.positions("token"))
 
 
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Shapes unchecked, as for users: jaxtyping would refuse them before the package can."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
-
-
 def three_trials(*, tokens: list[list[int]] | None = None, **parts: torch.Tensor) -> Trials:
     """Three trials of three positions, with parts of them replaced."""
     whole: dict[str, torch.Tensor] = {
@@ -508,6 +498,8 @@ def test_trials_from_lists() -> None:
     each = Trials.of([[1, 2, 1], [3, 4, 3]], [2, 4], [5, 5], roles=[roles, roles[::-1]])
     assert each.positions("key").tolist() == [[True, False, False], [False, False, True]]
     assert Trials.of(torch.zeros(2, 3, dtype=torch.int32), [2, 4], [5, 5]).roles is None
+    pieces = [torch.tensor([1, 2, 1]), torch.tensor([3, 4, 3])]
+    assert torch.equal(Trials.of(pieces, [2, 4], [5, 5]).tokens, trials.tokens)
     other = trials.with_tokens(trials.tokens + 1)
     assert other.tokens.tolist() == [[2, 3, 2], [4, 5, 4]]
     assert other.contextual is trials.contextual and other.role_names == tuple(roles)
@@ -524,6 +516,10 @@ def test_trials_from_lists() -> None:
         (([[0.5, 1.0]], [0], [1]), "tokens are token ids, of torch.int64; found torch.float32"),
         (([[1, 2]], [0, 1], [1]), "contextual answers have shape"),
         (([[1, 2]], [-1], [1]), "-1 is not a token id"),
+        ((["ab", "cd"], [0, 0], [1, 1]), "token ids, such as model.to_tokens"),
+        (([1, 2], [0, 0], [1, 1]), "prompts are lists of token ids"),
+        ((None, [0], [1]), "prompts are lists of token ids"),
+        (([[1, 2]], ["a"], [1]), "token ids, such as model.to_tokens"),
     ],
 )
 def test_prompts_that_make_no_trials_are_refused(arguments: Any, message: str) -> None:
@@ -540,6 +536,8 @@ def test_prompts_that_make_no_trials_are_refused(arguments: Any, message: str) -
         ([], "roles must name each position"),
         ([["a", "b"], ["a"]], "roles must name each position"),
         (torch.zeros(2, 2, dtype=torch.long), "roles are names here"),
+        ([0, 1], "roles are names here"),
+        ("ab", "roles are names here"),
     ],
 )
 def test_roles_that_fit_no_position_are_refused(roles: Any, message: str) -> None:

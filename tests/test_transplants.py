@@ -279,8 +279,9 @@ def test_the_components_cover_all_weights(name: str) -> None:
         )
         if not torch.equal(here, there)
     ]
-    tied = "embedding" not in parts
-    assert all(tied and "transformer.w" in x or "ln_f" in x for x in differ), differ
+    if "embedding" not in parts:  # tied to the unembedding: neither can go over by itself
+        differ = [parameter for parameter in differ if ".h." in parameter]
+    assert differ == []
 
 
 def test_a_heads_sink_goes_with_it() -> None:

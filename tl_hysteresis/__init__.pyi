@@ -52,6 +52,7 @@ from .sites import check_sites as check_sites
 from .sites import component_sites as component_sites
 from .sites import components as components
 from .sites import head_sites as head_sites
+from .sites import measuring as measuring
 from .sites import mlp_site as mlp_site
 from .statistics import Interval as Interval
 from .statistics import correlation_interval as correlation_interval

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -155,7 +156,7 @@ def one_by_one(
                 if run.streams is None or layer is None:
                     logits = run.model(run.trials.tokens[trial])
                 else:
-                    logits = run.model(run.streams[layer][trial], start_at_layer=layer)
+                    logits = _finish(run.model, run.streams[layer][trial], layer)
             margins.append(logit_margin(logits, run.trials.select(trial)).view(len(part), -1))
     return torch.cat(margins)
 
@@ -168,7 +169,7 @@ def margins_under(run: BaseRun, hooks: Sequence[Hook]) -> Float[Tensor, " trial"
         if run.streams is None or first is None or None in layers:
             logits = run.model(run.trials.tokens)
         else:
-            logits = run.model(run.streams[first], start_at_layer=first)
+            logits = _finish(run.model, run.streams[first], first)
     return logit_margin(logits, run.trials)
 
 
@@ -209,11 +210,19 @@ def _patch_stream(
             logits = model(residual, start_at_layer=layer, past_kv_cache=cache)
         else:
             residual = torch.where(patched[:, :, None], value[trial], base[trial])
-            if layer < n_layers:
-                residual = model(residual, start_at_layer=layer, stop_at_layer=n_layers)
-            logits = model(residual[:, -1:], start_at_layer=n_layers)
+            logits = _finish(model, residual, layer)
         margins[choice, trial] = logit_margin(logits, run.trials.select(trial))
     return margins
+
+
+def _finish(
+    model: HookedModel, residual: Float[Tensor, "row pos d_model"], layer: int
+) -> Float[Tensor, "row 1 d_vocab"]:
+    """Run the layers from this one on, and the unembedding at the last position alone."""
+    n_layers = model.cfg.n_layers
+    if layer < n_layers:
+        residual = model(residual, start_at_layer=layer, stop_at_layer=n_layers)
+    return cast(Tensor, model(residual[:, -1:], start_at_layer=n_layers))
 
 
 def _keys_and_values(

@@ -26,16 +26,15 @@ from tl_hysteresis.routes import (
     By,
     Direction,
     EffectMap,
-    as_list,
     check_runs,
     choices,
-    effect_map,
-    share_scale,
 )
 from tl_hysteresis.sites import (
     MAX_BYTES,
     HookedModel,
     Site,
+    as_list,
+    check_budget,
     hook_name,
     measuring,
     trial_slices,
@@ -66,7 +65,8 @@ class PathMap(EffectMap):
         Raises:
             HysteresisError: an input, or values, that the map does not have.
         """
-        part = self._values(self.table, values)[self.table["input"] == input]
+        self._check_values(values)
+        part = self.table[self.table["input"] == input]
         if part.empty:
             raise HysteresisError(
                 f"the map has no input {input!r}; it has {sorted(self.table['input'].unique())}"
@@ -94,10 +94,14 @@ def path_map(
     """Patch single paths: what a sender writes, as one receiver's input alone sees it.
 
     In the run that is patched, a receiver's query, key or value is computed from the stream with
-    the sender's output exchanged for the other run's; everything between them keeps this run's
-    activations, and everything behind the receiver is computed anew. Towards the logits, the
-    exchange is made in the stream after the last layer. The normalisation in front of the receiver
-    is computed anew too, so this is exact and not first order.
+    the sender's output exchanged for the other run's; everything between them, heads and MLPs,
+    keeps this run's activations, and everything behind the receiver is computed anew. So this is
+    the effect of a single edge; where MLPs between the two are to follow, as in Wang et al., their
+    paths come on top. Towards the logits, the exchange is made in the stream after the last layer.
+    The normalisation in front of the receiver is computed anew too: exact, not first order.
+
+    Each path takes a run of the layers from its receiver on: a small model's paths are seconds, but
+    all of GPT-2 small's are thousands of runs, so name the senders or receivers there.
 
     Args:
         model: any hooked model.
@@ -132,8 +136,8 @@ def path_map(
         >>> paths.table[["sender", "receiver", "input"]].to_numpy().tolist()
         [['L0H1', 'L1H0', 'k'], ['L0H1', 'logits', '']]
 
-    Source: Wang et al. (2022), Interpretability in the wild; Goldowsky-Dill et al. (2023),
-    Localizing model behavior with path patching.
+    Source: Goldowsky-Dill et al. (2023), Localizing model behavior with path patching; the idea,
+    Wang et al. (2022), Interpretability in the wild.
     """
     check_runs(model, clean, corrupted, direction)
     paths = _paths(model, _names(senders), _names(receivers), as_list(inputs))
@@ -141,9 +145,10 @@ def path_map(
         by = "role"
     where, places = choices(clean, by, roles)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    base = base.with_answers_of(clean)
     names = _read_by_both(model)
     parts = []
+    check_budget(max_bytes)
     for part in trial_slices(model, clean, names, max_bytes=4 * max_bytes):
         run = BaseRun.of(model, base.select(part))
         _, own = run_and_read(model, base.select(part), names)
@@ -151,13 +156,13 @@ def path_map(
         walk = _Walk(run, own, other, where[:, part], max_bytes)
         patched = torch.cat(walk.margins(paths))
         parts.append((patched, run.margins, logit_margin(logits, clean.select(part))))
-    patched, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
+    patched, here, there = (torch.cat(p, dim=-1).cpu().double() for p in zip(*parts, strict=True))
     rows = [(s.name, r.name, r.input, place) for s, r in paths for place in places]
     labels = pd.DataFrame(rows, columns=["sender", "receiver", "input", by])
     if by == "all":
         labels = labels.drop(columns="all")
-    scale = share_scale(model, here, there) if shares else None
-    return PathMap(*effect_map(clean, labels, patched - here, here, there, direction, scale))
+    effects = patched - here
+    return PathMap.of(model, clean, corrupted, labels, effects, here, there, direction, shares)
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class _Walk:
 
 
 def _names(given: str | Sequence[str] | None) -> Sequence[str] | None:
-    return None if given is None else list(dict.fromkeys(as_list(given)))
+    return None if given is None else as_list(given)
 
 
 def _read_by_both(model: HookedModel) -> set[str]:
@@ -284,7 +289,7 @@ def _paths(
         end = _component(model, name)
         if end.head is None:
             raise HysteresisError(f"receivers are heads or {LOGITS!r}; found {name!r}")
-        for input in dict.fromkeys(inputs):
+        for input in inputs:
             if input == "q" or end.head < groups:
                 ends.append(replace(end, input=input))
             elif receivers is not None:

@@ -27,6 +27,7 @@ from tl_hysteresis.sites import (
     HookedModel,
     Site,
     check_are_sites,
+    check_trials,
     one_trial,
     trial_slices,
 )
@@ -72,6 +73,11 @@ class Reference:
         if site not in self.values:
             raise HysteresisError(f"the reference holds no value of {site}")
         values, (n_trials, n_pos) = self.values[site], trials.tokens.shape
+        if values.device != trials.tokens.device:
+            raise HysteresisError(
+                f"the reference is on {values.device}, the trials on {trials.tokens.device}: "
+                "move it by reference.to(...)"
+            )
         if self.by == "trial" and self.origin.get("trials", trials.fingerprint) != (
             trials.fingerprint
         ):
@@ -131,7 +137,7 @@ class Reference:
 
     @classmethod
     def load(cls, path: Path | str) -> Reference:
-        """Read one that was saved.
+        """Read one that was saved, onto the CPU; `to` moves it.
 
         Raises:
             HysteresisError: a file that is missing, damaged, or no reference.
@@ -184,9 +190,15 @@ def mean_reference(
     """
     sites = check_are_sites(sites)  # each once: one that is named twice is summed once
     by = by or ("position" if trials.roles is None else "role")
+    check_trials(model, trials)
     groups, names, positions = _groups(trials, by)
     n_groups = int(groups.max()) + 1
     counts = torch.bincount(groups.flatten(), minlength=n_groups)
+    if int(counts.max()) == 1:
+        raise HysteresisError(
+            f"{len(trials)} trial: a mean of one activation is that activation, and would replace "
+            "nothing"
+        )
     sums: dict[Site, Tensor] = {}
     dtypes: dict[Site, torch.dtype] = {}
     points = {site.name for site in sites}

@@ -6,9 +6,9 @@ pass (`attribution_map`). Two maps are compared in `comparison`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from transformer_lens.hook_points import HookPoint
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, read_activations, run_and_read
 from tl_hysteresis.measures import logit_margin
+from tl_hysteresis.models import fingerprint
 from tl_hysteresis.patching import BaseRun, margins_under, patched_margins
 from tl_hysteresis.replacement import mean_reference, mean_replacement
 from tl_hysteresis.sites import (
@@ -28,7 +29,10 @@ from tl_hysteresis.sites import (
     STREAM,
     HookedModel,
     Site,
+    as_list,
     check_are_sites,
+    check_budget,
+    check_conflict,
     check_trials,
     components,
     hook_name,
@@ -45,6 +49,7 @@ SITE_AXES = ("layer", "point", "head", "role", "position", "sender", "receiver",
 
 By = Literal["role", "position", "all"]
 Direction = Literal["denoising", "noising"]
+Map = TypeVar("Map", bound="EffectMap")
 
 
 def replacement_margins(
@@ -100,6 +105,8 @@ class EffectMap:
         corrupted: margin of each trial in the corrupted run, in logits.
         direction: "denoising", clean into corrupted, or "noising", corrupted into clean.
         trials: fingerprint of the clean trials.
+        corrupted_tokens: fingerprint of the corrupted ones, with the answers of the clean.
+        model: fingerprint of the model.
     """
 
     table: pd.DataFrame
@@ -108,6 +115,37 @@ class EffectMap:
     corrupted: Float[Tensor, " trial"]
     direction: Direction
     trials: str
+    corrupted_tokens: str = ""
+    model: str = ""
+
+    @classmethod
+    def of(
+        cls: type[Map],
+        model: HookedModel,
+        clean: Trials,
+        corrupted: Trials,
+        labels: pd.DataFrame,
+        effects: Float[Tensor, "site trial"],
+        here: Float[Tensor, " trial"],
+        there: Float[Tensor, " trial"],
+        direction: Direction,
+        shares: bool,
+    ) -> Map:
+        """A map from effects, and the margins of the run patched into and of the other."""
+        mean = effects.mean(dim=1).numpy()
+        table = labels.assign(effect=mean)
+        if shares:
+            table["share"] = mean / share_scale(model, here, there)
+        return cls(
+            table,
+            effects,
+            clean=there if direction == "denoising" else here,
+            corrupted=here if direction == "denoising" else there,
+            direction=direction,
+            trials=clean.fingerprint,
+            corrupted_tokens=corrupted.with_answers_of(clean).fingerprint,
+            model=fingerprint(model),
+        )
 
     def __repr__(self) -> str:
         return (
@@ -127,10 +165,9 @@ class EffectMap:
         difference = (self.clean - self.corrupted).mean().item()
         return difference if self.direction == "denoising" else -difference
 
-    def _values(self, table: pd.DataFrame, values: str) -> pd.DataFrame:
-        if values not in ("effect", "share") or values not in table:
+    def _check_values(self, values: str) -> None:
+        if values not in ("effect", "share") or values not in self.table:
             raise HysteresisError(f"the map has no {values!r}; say 'effect', or 'share' if it does")
-        return table
 
     def per_trial(self) -> pd.DataFrame:
         """One row a site and trial: the columns that name the site, `trial`, `effect` (logits)."""
@@ -155,14 +192,18 @@ class RouteMap(EffectMap):
             >>> route.tensor("z").shape  # doctest: +SKIP
             torch.Size([2, 4, 17])
         """
+        part = self._at(point)
+        axes = [axis for axis in self.axes if axis != "point" and part[axis].notna().all()]
+        shape = [part[axis].nunique() for axis in axes]
+        return torch.from_numpy(part["effect"].to_numpy().copy()).view(shape)
+
+    def _at(self, point: str) -> pd.DataFrame:
         part = self.table[self.table["point"] == point]
         if part.empty:
             raise HysteresisError(
                 f"the map has no point {point!r}; it has {', '.join(self.table['point'].unique())}"
             )
-        axes = [axis for axis in self.axes if axis != "point" and part[axis].notna().all()]
-        shape = [part[axis].nunique() for axis in axes]
-        return torch.from_numpy(part["effect"].to_numpy().copy()).view(shape)
+        return part
 
     def matrix(self, point: str, *, values: str = "effect") -> pd.DataFrame:
         """Mean effects, or shares, at one point as a frame to look at.
@@ -176,15 +217,14 @@ class RouteMap(EffectMap):
         Raises:
             HysteresisError: a point, or values, that the map does not have.
         """
-        effects = self.tensor(point)
-        part = self._values(self.table, values)[self.table["point"] == point]
+        self._check_values(values)
+        part = self._at(point)
         rows = part["layer"].map("L{}".format)
         if "head" in part and part["head"].notna().all():
             rows += part["head"].map("H{}".format)
         by = next((axis for axis in ("role", "position") if axis in part), None)
         columns = ["all"] if by is None else part[by].unique()
         frame = part[values].to_numpy().reshape(-1, len(columns))
-        assert frame.size == effects.numel()
         return pd.DataFrame(frame, index=rows.unique(), columns=columns)
 
     def dominant_head(self) -> str:
@@ -221,16 +261,19 @@ def route_map(
 
     Denoising patches clean activations into the corrupted run: what is enough to restore the
     answer. Noising patches corrupted ones into the clean run: what is needed for it. Margins are of
-    the clean trials' answers throughout; see `RouteMap` for the sign of an effect and its share.
+    the clean trials' answers throughout; the answers and roles of the corrupted ones are not looked
+    at. An effect is margin(patched) - margin(unpatched), in logits, and its share the fraction of
+    the difference between the two runs' margins that it makes up: see `EffectMap`.
 
     Args:
         model: any hooked model.
-        clean: trials; with roles if the map is to go by role.
+        clean: trials; with roles if the map is to go by role. One without some role counts there
+            with an effect of 0.
         corrupted: the same trials with other tokens.
         points: by TransformerLens's short names: "resid_pre", "resid_mid", "resid_post",
             "attn_out", "mlp_out", "z", "q", "k", "v", "pattern" (by query), ... Those with a head
-            axis are patched head by head. None for all of the residual stream's that the model has
-            (without MLPs there is no "resid_mid").
+            axis are patched head by head ("k" and "v" by group where keys are grouped). None for
+            all of the residual stream's that the model has (without MLPs, no "resid_mid").
         by: what is patched at once in a trial: all positions of a "role", one "position", or "all".
             None for "role" where the trials carry roles, else "position".
         roles: names of roles; None for all.
@@ -259,9 +302,11 @@ def route_map(
     """
     sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    base = base.with_answers_of(clean)
     parts = []
     names = {site.name for _, _, site in sites}
+    check_budget(max_bytes)
+    # What is read once may take more than what each of many passes does.
     for part in trial_slices(model, clean, names, max_bytes=4 * max_bytes):
         run = BaseRun.of(model, base.select(part))
         logits, cache = run_and_read(model, source.select(part), names)
@@ -272,9 +317,9 @@ def route_map(
             for _, _, site in sites
         ]
         parts.append((torch.cat(margins), run.margins, logit_margin(logits, clean.select(part))))
-    patched, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
-    scale = share_scale(model, here, there) if shares else None
-    return RouteMap(*effect_map(clean, labels, patched - here, here, there, direction, scale))
+    patched, here, there = (torch.cat(p, dim=-1).cpu().double() for p in zip(*parts, strict=True))
+    effects = patched - here
+    return RouteMap.of(model, clean, corrupted, labels, effects, here, there, direction, shares)
 
 
 def attribution_map(
@@ -314,7 +359,7 @@ def attribution_map(
     """
     sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
     base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = replace(base, contextual=clean.contextual, fixed=clean.fixed)
+    base = base.with_answers_of(clean)
     names = {site.name for _, _, site in sites}
     parts = []
     # A graph keeps several activations for each point.
@@ -332,14 +377,8 @@ def attribution_map(
             product = product.flatten(start_dim=2).sum(dim=2)
             found.append((product * chosen[:, part]).sum(dim=2))
         parts.append((torch.cat(found), here, logit_margin(logits, clean.select(part))))
-    effects, here, there = (torch.cat(p, dim=-1).double().cpu() for p in zip(*parts, strict=True))
-    scale = share_scale(model, here, there) if shares else None
-    return RouteMap(*effect_map(clean, labels, effects, here, there, direction, scale))
-
-
-def as_list(names: str | Iterable[str]) -> list[str]:
-    """One name or several, as a list."""
-    return [names] if isinstance(names, str) else list(names)
+    effects, here, there = (torch.cat(p, dim=-1).cpu().double() for p in zip(*parts, strict=True))
+    return RouteMap.of(model, clean, corrupted, labels, effects, here, there, direction, shares)
 
 
 def _gradients(
@@ -411,7 +450,7 @@ def _plan(
     """What is patched: sites, positions in each trial, and the two crossed as a table."""
     check_runs(model, clean, corrupted, direction)
     if points is not None:
-        points = list(dict.fromkeys(as_list(points)))
+        points = as_list(points)
         if not points:
             raise HysteresisError("points is empty; None is for all points of the residual stream")
     if by is None:
@@ -443,7 +482,8 @@ def check_runs(model: HookedModel, clean: Trials, corrupted: Trials, direction: 
             f"corrupted {tuple(corrupted.tokens.shape)}: they must match trial by trial"
         )
     check_trials(model, clean)
-    check_trials(model, corrupted)
+    check_trials(model, corrupted.with_answers_of(clean))
+    check_conflict(clean)
 
 
 def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[str, torch.Size]:
@@ -471,7 +511,7 @@ def choices(
         raise HysteresisError(
             'these trials carry no roles, so the map cannot go by role: give by="position"'
         )
-    names = list(trials.role_names if roles is None else dict.fromkeys(as_list(roles)))
+    names = list(trials.role_names) if roles is None else as_list(roles)
     if not names:
         raise HysteresisError("roles is empty; None is for all roles")
     return torch.stack([trials.positions(name) for name in names]), names
@@ -489,21 +529,3 @@ def share_scale(
             "no scale; shares=False gives them in logits alone"
         )
     return difference
-
-
-def effect_map(
-    clean: Trials,
-    labels: pd.DataFrame,
-    effects: Float[Tensor, "site trial"],
-    here: Float[Tensor, " trial"],
-    there: Float[Tensor, " trial"],
-    direction: Direction,
-    scale: float | None,
-) -> tuple[pd.DataFrame, Tensor, Tensor, Tensor, Direction, str]:
-    """The fields of an `EffectMap`, from the margins of the run patched into and of the other."""
-    mean = effects.mean(dim=1).numpy()
-    table = labels.assign(effect=mean)
-    if scale is not None:
-        table["share"] = mean / scale
-    margins = (there, here) if direction == "denoising" else (here, there)
-    return table, effects, *margins, direction, clean.fingerprint

@@ -96,7 +96,8 @@ def head_sites(model: HookedModel, layer: int) -> list[Site]:
     """The outputs of a layer's attention heads, one site a head.
 
     A head's output is read at `hook_z`, before W_O: W_O is linear, so the mean of one is the mean
-    of the other, and no `use_attn_result` is needed.
+    of the other (but for models that normalise the attention's output), and no `use_attn_result`
+    is needed.
     """
     return [Site(f"blocks.{layer}.attn.hook_z", head) for head in range(model.cfg.n_heads)]
 
@@ -151,9 +152,14 @@ def component_sites(model: HookedModel, *names: str) -> list[Site]:
     return list(dict.fromkeys(site for name in names for site in known[name]))
 
 
-def check_are_sites(sites: Iterable[Site]) -> list[Site]:
-    """The sites as a list, each once; names in the place of sites are refused."""
-    sites = list(dict.fromkeys(sites))
+def as_list(names: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list, each once."""
+    return [names] if isinstance(names, str) else list(dict.fromkeys(names))
+
+
+def check_are_sites(sites: Site | Iterable[Site]) -> list[Site]:
+    """One site or several, as a list, each once; names in the place of sites are refused."""
+    sites = [sites] if isinstance(sites, Site | str) else list(dict.fromkeys(sites))
     for site in sites:
         if not isinstance(site, Site):
             raise HysteresisError(
@@ -223,12 +229,20 @@ def check_trials(model: HookedModel, trials: Trials) -> None:
             )
 
 
+def check_conflict(trials: Trials) -> None:
+    """Refuse trials whose two answers are one token."""
+    congruent = int((~trials.conflict).sum())
+    if congruent:
+        raise HysteresisError(
+            f"{congruent} of {len(trials)} trials have one token for both answers: "
+            "their margin is always 0, and would dilute every effect"
+        )
+
+
 @contextmanager
 def measuring(model: HookedModel) -> Iterator[None]:
     """Without gradients, and with the model in evaluation mode, which is restored afterwards."""
-    # A bridge does not count all parts of the model that it wraps among its own modules.
-    modules = [*model.modules(), *getattr(model, "original_model", nn.Module()).modules()]
-    training = [module for module in modules if module.training]
+    training = [module for module in all_modules(model) if module.training]
     for module in training:
         module.training = False
     try:
@@ -240,16 +254,27 @@ def measuring(model: HookedModel) -> Iterator[None]:
 
 
 def has_hooks(model: HookedModel) -> bool:
-    """Whether any forward hook is on the model."""
-    return any(point.fwd_hooks for point in model.hook_dict.values())
+    """Whether any forward hook is on the model, TransformerLens's or torch's own."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(model))
+
+
+def all_modules(model: HookedModel) -> list[nn.Module]:
+    """All modules; a bridge does not count all parts of the model that it wraps among its own."""
+    return [*model.modules(), *getattr(model, "original_model", nn.Module()).modules()]
 
 
 def check_sites(model: HookedModel, *, n_trials: int = 4, seed: int = 0) -> pd.DataFrame:
-    """Whether writes are honoured: each point of each layer is written to, and what follows read.
+    """Whether writes are honoured: points of each layer are written to, and what follows read.
 
     The activations of one run of random tokens are written, at every position, into a run of other
     tokens. A write to the residual stream must then give the first run's logits; a head's `z` the
-    first run's attention output; and so on for each point.
+    first run's attention output; and so on for each point of `CHECKED`. Hooks that are on the model
+    are set aside.
+
+    Args:
+        model: any hooked model.
+        n_trials: random prompts to check with.
+        seed: of the prompts.
 
     Returns:
         One row a point of a layer that the model has: `name`, `layer`, `point`, `verdict`, `error`.
@@ -282,8 +307,8 @@ def check_sites(model: HookedModel, *, n_trials: int = 4, seed: int = 0) -> pd.D
 def refusals(model: HookedModel, names: Collection[str]) -> dict[str, str]:
     """Why writes at these hook points would not be what they seem; empty where they are.
 
-    A `HookedTransformer` honours all its hook points. Any other model is checked, a layer at a
-    time, the first time that a hook is put there.
+    A `HookedTransformer` is taken to honour all its hook points. Of any other model the points that
+    `check_sites` knows are checked, a layer at a time, the first time that a hook is put there.
     """
     if isinstance(model, HookedTransformer):
         return {}
@@ -302,6 +327,12 @@ def refusals(model: HookedModel, names: Collection[str]) -> dict[str, str]:
     return found
 
 
+def check_budget(max_bytes: int) -> None:
+    """Refuse a budget that is not a positive number of bytes."""
+    if not max_bytes > 0:
+        raise HysteresisError(f"max_bytes = {max_bytes}: a positive number of bytes")
+
+
 def trial_slices(
     model: HookedModel, trials: Trials, names: Collection[str], *, max_bytes: int
 ) -> list[slice]:
@@ -312,8 +343,7 @@ def trial_slices(
     Raises:
         HysteresisError: a budget that is not positive.
     """
-    if max_bytes <= 0:
-        raise HysteresisError(f"max_bytes = {max_bytes}: a positive number of bytes")
+    check_budget(max_bytes)
     n_pos, cfg = trials.tokens.shape[1], model.cfg
     width = max(cfg.d_model, cfg.n_heads * cfg.d_head, cfg.d_mlp or 0)
     widths = [max(width, cfg.n_heads * n_pos) if Site(n).of_queries else width for n in names]
@@ -445,15 +475,15 @@ class _LayerCheck:
 @contextmanager
 def _without_callers_hooks(model: HookedModel) -> Iterator[None]:
     """Set the hooks that are on the model aside: it is the model that is checked, not they."""
-    points = {id(point): point for point in model.hook_dict.values()}.values()
-    callers = [(point, point._forward_hooks) for point in points]
+    modules = {id(module): module for module in all_modules(model)}.values()
+    callers = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules]
     try:
-        for point, _ in callers:
-            point._forward_hooks = OrderedDict()
+        for module, _, _ in callers:
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
         yield
     finally:
-        for point, hooks in callers:
-            point._forward_hooks = hooks
+        for module, hooks, pre_hooks in callers:
+            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
 
 
 def _takes_hooks(model: HookedModel, name: str) -> bool:

@@ -51,6 +51,9 @@ class Trials:
     role_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "contextual", "fixed"):
+            if not isinstance(getattr(self, name), Tensor):
+                raise HysteresisError(f"{name} must be a tensor; Trials.of(...) takes lists")
         if self.tokens.ndim != 2:
             raise HysteresisError(
                 f"tokens are [trial, pos], of one length; found shape {tuple(self.tokens.shape)}"
@@ -99,7 +102,7 @@ class Trials:
     @classmethod
     def of(
         cls,
-        prompts: Sequence[Sequence[int]] | Tensor,
+        prompts: Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
         contextual: Sequence[int] | Tensor,
         fixed: Sequence[int] | Tensor,
         *,
@@ -108,7 +111,7 @@ class Trials:
         """Trials from lists: prompts of one length, two answers each, and names of roles.
 
         Args:
-            prompts: token ids of each prompt.
+            prompts: token ids of each prompt, a BOS token included, without padding.
             contextual: the token that answers each prompt by the prompt: the answer.
             fixed: any token that it is weighed against.
             roles: a name for each position; one list for all prompts, or one for each prompt.
@@ -122,7 +125,12 @@ class Trials:
             >>> trials.positions("query").tolist()
             [[False, False, True], [False, False, True]]
         """
-        lengths = [len(prompt) for prompt in prompts]
+        try:
+            lengths = [len(prompt) for prompt in prompts]
+        except TypeError:
+            raise HysteresisError(
+                "prompts are lists of token ids, one list for each trial"
+            ) from None
         for index, length in enumerate(lengths):
             if length != lengths[0]:
                 raise HysteresisError(
@@ -134,6 +142,8 @@ class Trials:
         trials = cls(tokens, contextual=answers[0], fixed=answers[1])
         if roles is None:
             return trials
+        if isinstance(roles, str) or any(isinstance(names, int) for names in roles):
+            raise HysteresisError("roles are names here; Trials(...) takes indices and role_names")
         one_for_all = len(roles) > 0 and isinstance(roles[0], str)
         every = [list(roles)] * len(tokens) if one_for_all else [list(names) for names in roles]
         if [len(names) for names in every] != lengths:
@@ -179,6 +189,10 @@ class Trials:
     def with_tokens(self, tokens: Int[Tensor, "trial pos"]) -> Trials:
         """The same trials, answers and roles with other prompts: corrupted ones, for instance."""
         return replace(self, tokens=tokens)
+
+    def with_answers_of(self, other: Trials) -> Trials:
+        """The same prompts, to be answered as others are."""
+        return replace(self, contextual=other.contextual, fixed=other.fixed)
 
     def to(self, device: torch.device | str) -> Trials:
         """The same trials on another device."""
@@ -445,9 +459,16 @@ def concatenate(parts: Sequence[Trials]) -> Trials:
     )
 
 
-def _token_ids(ids: Sequence[int] | Sequence[Sequence[int]] | Tensor) -> Tensor:
+def _token_ids(
+    ids: Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor,
+) -> Tensor:
     """As int64, if whole numbers are given."""
-    given = torch.as_tensor(ids)
+    if not isinstance(ids, Tensor) and any(isinstance(x, Tensor) for x in ids):
+        ids = torch.stack([torch.as_tensor(x) for x in ids])
+    try:
+        given = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise HysteresisError(f"token ids, such as model.to_tokens(...): {error}") from None
     whole = not given.is_floating_point() and given.dtype != torch.bool
     return given.long() if whole or not given.numel() else given
 

@@ -25,7 +25,9 @@ from tl_hysteresis.routes import share_scale
 from tl_hysteresis.sites import (
     HookedModel,
     Site,
+    all_modules,
     check_are_sites,
+    check_conflict,
     check_trials,
     components,
     measuring,
@@ -93,6 +95,7 @@ def transplant(
     """
     _check_alike(first, second)
     check_trials(first, trials)
+    check_conflict(trials)
     if len(set(names)) != 2:
         raise HysteresisError(f"names = {names!r}: two different names are needed")
     if sites is None:
@@ -206,8 +209,7 @@ def _margins(model: HookedModel, trials: Trials, hooks: Sequence[Hook]) -> Float
 
 def _copy_of(model: Model) -> Model:
     """A copy. What a bridge remembers of its last run, with its gradients, is not for copying."""
-    modules = [*model.modules(), *getattr(model, "original_model", nn.Module()).modules()]
-    remembered = [value for module in modules for value in vars(module).values()]
+    remembered = [value for module in all_modules(model) for value in vars(module).values()]
     tensors = [x for x in remembered if isinstance(x, Tensor) and not x.is_leaf]
     return copy.deepcopy(model, {id(tensor): tensor.detach() for tensor in tensors})
 
