@@ -39,8 +39,11 @@ def test_it_is_the_derivative_of_exact_patching(name: str) -> None:
             site.read(read_activations(model, trials, [name])[name])
             for trials in (CLEAN, CORRUPTED)
         )
-        moved = patched_margins(run, site, here + step * (there - here), each, max_bytes=MAX_BYTES)
-        derivative = (moved - run.margins) / step
+        up, down = (
+            patched_margins(run, site, here + h * (there - here), each, max_bytes=MAX_BYTES)
+            for h in (step, -step)
+        )
+        derivative = (up - down) / (2.0 * step)
         torch.testing.assert_close(derivative, expected, atol=1e-5, rtol=1e-4)
 
 

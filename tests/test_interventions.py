@@ -180,15 +180,11 @@ def test_bad_sites_and_shapes_are_named(model: HookedTransformer) -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_iterators_are_not_used_up_before_they_are_read(model: HookedTransformer) -> None:
     """A `zip` or a generator can be walked once only: what is checked must also be installed."""
+    before = model(TRIALS.tokens)
     with intervene(model, zip(["blocks.0.hook_mlp_out"], [lambda act, hook: act * 0], strict=True)):  # type: ignore[arg-type]
-        assert not torch.equal(model(TRIALS.tokens), intact(model))
+        assert not torch.equal(model(TRIALS.tokens), before)
     sites = head_sites(model, 1)
     reference = mean_reference(model, TRIALS, (site for site in sites))  # type: ignore[arg-type]
     assert set(reference.values) == set(sites)
     hooks = mean_replacement(filter(lambda s: s.head == 1, sites), reference, TRIALS)  # type: ignore[arg-type]
     assert len(hooks) == 1
-
-
-def intact(model: HookedTransformer) -> Tensor:
-    logits: Tensor = model(TRIALS.tokens)
-    return logits

@@ -173,6 +173,8 @@ def test_the_dominant_head_is_the_largest_in_size() -> None:
     heads = found.tensor("z").abs().amax(dim=2)
     layer, head = divmod(int(heads.argmax()), heads.shape[1])
     assert found.dominant_head() == f"L{layer}H{head}"
+    with_keys = route_map(a_model(), CLEAN, corrupt(), points=["k", "z"])
+    assert with_keys.dominant_head() == found.dominant_head()
     with pytest.raises(HysteresisError, match="no heads"):
         route_map(a_model(), CLEAN, corrupt()).dominant_head()
 

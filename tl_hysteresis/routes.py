@@ -237,10 +237,16 @@ class RouteMap(EffectMap):
 
 
 def dominant_head(table: pd.DataFrame) -> str:
-    """The head of a route map's table with the largest effect in size at any of its positions."""
+    """The head of a route map's table with the largest effect in size at any of its positions.
+
+    By its output "z" where the map has it, else by the first point with heads: keys of a group
+    would not be a head's.
+    """
     if "head" not in table or table["head"].isna().all():
         raise HysteresisError("this map has no heads: take it with a point such as 'z'")
     heads = table[table["head"].notna()]
+    points = heads["point"].unique()
+    heads = heads[heads["point"] == ("z" if "z" in points else points[0])]
     strongest = heads.iloc[int(heads["effect"].abs().to_numpy().argmax())]
     return f"L{int(strongest['layer'])}H{int(strongest['head'])}"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -254,8 +253,19 @@ def measuring(model: HookedModel) -> Iterator[None]:
 
 
 def has_hooks(model: HookedModel) -> bool:
-    """Whether any forward hook is on the model, TransformerLens's or torch's own."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in all_modules(model))
+    """Whether a caller's forward hook is on the model, TransformerLens's or torch's own."""
+    return any(
+        _is_a_callers(hook)
+        for module in all_modules(model)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
+
+
+def _is_a_callers(hook: object) -> bool:
+    """Bridges, and the models that they wrap, have hooks of their own, by which they work."""
+    made_in = str(getattr(hook, "__module__", ""))
+    return not made_in.startswith(("transformers.", "transformer_lens.model_bridge."))
 
 
 def all_modules(model: HookedModel) -> list[nn.Module]:
@@ -476,14 +486,19 @@ class _LayerCheck:
 def _without_callers_hooks(model: HookedModel) -> Iterator[None]:
     """Set the hooks that are on the model aside: it is the model that is checked, not they."""
     modules = {id(module): module for module in all_modules(model)}.values()
-    callers = [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules]
+    found = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+    before = [dict(hooks) for hooks in found]
     try:
-        for module, _, _ in callers:
-            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        for hooks in found:
+            for key in [key for key, hook in hooks.items() if _is_a_callers(hook)]:
+                del hooks[key]
         yield
     finally:
-        for module, hooks, pre_hooks in callers:
-            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
+        # What the model itself may have added in its first run stays, behind what there was.
+        for hooks, those in zip(found, before, strict=True):
+            added = {key: hook for key, hook in hooks.items() if key not in those}
+            hooks.clear()
+            hooks.update({**those, **added})
 
 
 def _takes_hooks(model: HookedModel, name: str) -> bool:
