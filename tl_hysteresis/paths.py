@@ -26,8 +26,8 @@ from tl_hysteresis.routes import (
     By,
     Direction,
     EffectMap,
-    check_runs,
     choices,
+    two_runs,
 )
 from tl_hysteresis.sites import (
     MAX_BYTES,
@@ -139,13 +139,11 @@ def path_map(
     Source: Goldowsky-Dill et al. (2023), Localizing model behavior with path patching; the idea,
     Wang et al. (2022), Interpretability in the wild.
     """
-    check_runs(model, clean, corrupted, direction)
+    base, source = two_runs(model, clean, corrupted, direction)
     paths = _paths(model, _names(senders), _names(receivers), as_list(inputs))
     if roles is not None and by == "all":
         by = "role"
     where, places = choices(clean, by, roles)
-    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = base.with_answers_of(clean)
     names = _read_by_both(model)
     parts = []
     check_budget(max_bytes)

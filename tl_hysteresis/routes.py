@@ -306,9 +306,8 @@ def route_map(
     Source: activation patching, Vig et al. (2020), Meng et al. (2022); the two directions,
     Heimersheim and Nanda (2024), How to use and interpret activation patching.
     """
-    sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
-    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = base.with_answers_of(clean)
+    base, source = two_runs(model, clean, corrupted, direction)
+    sites, chosen, labels = _plan(model, clean, points, by, roles)
     parts = []
     names = {site.name for _, _, site in sites}
     check_budget(max_bytes)
@@ -363,9 +362,8 @@ def attribution_map(
 
     Source: Nanda (2023), Attribution patching; Syed, Rager and Conmy (2023).
     """
-    sites, chosen, labels = _plan(model, clean, corrupted, points, by, roles, direction)
-    base, source = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
-    base = base.with_answers_of(clean)
+    base, source = two_runs(model, clean, corrupted, direction)
+    sites, chosen, labels = _plan(model, clean, points, by, roles)
     names = {site.name for _, _, site in sites}
     parts = []
     # A graph keeps several activations for each point.
@@ -447,14 +445,11 @@ _Sites = list[tuple[int, str, Site]]
 def _plan(
     model: HookedModel,
     clean: Trials,
-    corrupted: Trials,
     points: str | Sequence[str] | None,
     by: By | None,
     roles: str | Sequence[str] | None,
-    direction: Direction,
 ) -> tuple[_Sites, Bool[Tensor, "choice trial pos"], pd.DataFrame]:
     """What is patched: sites, positions in each trial, and the two crossed as a table."""
-    check_runs(model, clean, corrupted, direction)
     if points is not None:
         points = as_list(points)
         if not points:
@@ -478,8 +473,14 @@ def _plan(
     return sites, chosen, table.drop(columns=unused + (["all"] if by == "all" else []))
 
 
-def check_runs(model: HookedModel, clean: Trials, corrupted: Trials, direction: str) -> None:
-    """Refuse two runs that cannot be patched into each other."""
+def two_runs(
+    model: HookedModel, clean: Trials, corrupted: Trials, direction: Direction
+) -> tuple[Trials, Trials]:
+    """The run that is patched into, measured by the clean answers, and the one patched from.
+
+    Raises:
+        HysteresisError: two runs that cannot be patched into each other.
+    """
     if direction not in ("denoising", "noising"):
         raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
     if clean.tokens.shape != corrupted.tokens.shape:
@@ -490,6 +491,9 @@ def check_runs(model: HookedModel, clean: Trials, corrupted: Trials, direction: 
     check_trials(model, clean)
     check_trials(model, corrupted.with_answers_of(clean))
     check_conflict(clean)
+    if direction == "denoising":
+        return corrupted.with_answers_of(clean), clean
+    return clean, corrupted
 
 
 def _shapes(model: HookedModel, trials: Trials, points: Sequence[str]) -> dict[str, torch.Size]:
