@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from zoo import BRIDGES, KINDS, a_model, hooked, left_as_it_was, trials_pair
 
+from tl_hysteresis.attribution import attribution_map
 from tl_hysteresis.comparison import agreement
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import read_activations
 from tl_hysteresis.patching import BaseRun, patched_margins
-from tl_hysteresis.routes import attribution_map, route_map
+from tl_hysteresis.routes import route_map
 from tl_hysteresis.sites import MAX_BYTES, Site, hook_name
 
 CLEAN, CORRUPTED = trials_pair()

@@ -12,13 +12,15 @@ from transformer_lens import HookedTransformer
 from transformer_lens.model_bridge import TransformerBridge
 from zoo import BRIDGES, a_model, bridge, left_as_it_was, trials_pair, twin
 
+from tl_hysteresis.attribution import attribution_map
+from tl_hysteresis.checks import check_sites
 from tl_hysteresis.interventions import intervene
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.paths import path_map
 from tl_hysteresis.readouts import direct_logit_attribution, head_scores
 from tl_hysteresis.replacement import mean_reference, mean_replacement, resampled_reference
-from tl_hysteresis.routes import attribution_map, replacement_margins, route_map
-from tl_hysteresis.sites import HookedModel, check_sites, component_sites
+from tl_hysteresis.routes import replacement_margins, route_map
+from tl_hysteresis.sites import HookedModel, component_sites
 from tl_hysteresis.transplants import transplant
 
 CLEAN, CORRUPTED = trials_pair()

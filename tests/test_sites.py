@@ -9,10 +9,11 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from zoo import BRIDGES, D_VOCAB, KINDS, N_POS, a_model, left_as_it_was, trials_pair
 
+from tl_hysteresis.checks import check_sites
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import intervene, overwrite, read_activations
 from tl_hysteresis.routes import route_map
-from tl_hysteresis.sites import Site, check_sites, check_trials, hook_name, trial_slices
+from tl_hysteresis.sites import Site, check_trials, hook_name, trial_slices
 from tl_hysteresis.tasks import Trials
 
 CLEAN, CORRUPTED = trials_pair()

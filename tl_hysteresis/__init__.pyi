@@ -1,3 +1,5 @@
+from .attribution import attribution_map as attribution_map
+from .checks import check_sites as check_sites
 from .comparison import Agreement as Agreement
 from .comparison import RouteComparison as RouteComparison
 from .comparison import agreement as agreement
@@ -38,7 +40,6 @@ from .results import StudyResult as StudyResult
 from .results import load_study as load_study
 from .routes import EffectMap as EffectMap
 from .routes import RouteMap as RouteMap
-from .routes import attribution_map as attribution_map
 from .routes import replacement_margins as replacement_margins
 from .routes import route_map as route_map
 from .schedules import Matching as Matching
@@ -48,7 +49,6 @@ from .schedules import matched_plans as matched_plans
 from .schedules import verify_matched as verify_matched
 from .sites import Site as Site
 from .sites import attention_site as attention_site
-from .sites import check_sites as check_sites
 from .sites import component_sites as component_sites
 from .sites import components as components
 from .sites import head_sites as head_sites

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
+from tl_hysteresis.checks import refusals
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.sites import (
     HookedModel,
@@ -28,7 +29,6 @@ from tl_hysteresis.sites import (
     check_hook_point,
     check_trials,
     measuring,
-    refusals,
 )
 from tl_hysteresis.tasks import Trials
 

@@ -27,6 +27,7 @@ from transformer_lens import HookedTransformer
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 
+from tl_hysteresis.checks import refusals
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import (
     Hook,
@@ -36,7 +37,7 @@ from tl_hysteresis.interventions import (
     run_and_read,
 )
 from tl_hysteresis.measures import logit_margin
-from tl_hysteresis.sites import HookedModel, Site, check_trials, has_hooks, measuring, refusals
+from tl_hysteresis.sites import HookedModel, Site, check_trials, has_hooks, measuring
 from tl_hysteresis.tasks import Trials
 
 # Points of a layer whose activation at a position (of a pattern: at a query) reaches the other

@@ -22,13 +22,7 @@ from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import Hook, intervene, overwrite, run_and_read
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.patching import BaseRun, patched_margins
-from tl_hysteresis.routes import (
-    By,
-    Direction,
-    EffectMap,
-    choices,
-    two_runs,
-)
+from tl_hysteresis.routes import By, Direction, EffectMap, choices, two_runs
 from tl_hysteresis.sites import (
     MAX_BYTES,
     HookedModel,
