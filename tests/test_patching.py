@@ -77,8 +77,6 @@ def test_maps_are_transformer_lens_s_own(name: str) -> None:
         # What a bridge does not honour it does not honour for TransformerLens either.
         if not has(model, point) or (name, point) in NOT_HONOURED:
             continue
-        if (name, by) == ("grouped", "all") and point in ("k", "v"):
-            continue  # TransformerLens asks for as many keys as queries there, and fails
         if name == "ungrouped" and point in ("k", "v"):
             continue  # TransformerLens patches the first few heads, as if they were groups
         model.eval()
