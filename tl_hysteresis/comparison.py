@@ -161,7 +161,10 @@ def compare_seeds(
         correlation = name in ("topology", "spearman")
         t = correlation_interval(values) if correlation else mean_interval(values)
         bootstrap = mean_interval(values, method="bootstrap")
-        bounds = (t.low, t.high, bootstrap.low, bootstrap.high)
+        ends = [t.low, t.high]
+        if name in ("overlap", "same_dominant_head"):  # shares, where Student's t knows no bounds
+            ends = [min(max(end, 0.0), 1.0) for end in ends]
+        bounds = (*ends, bootstrap.low, bootstrap.high)
         rows.append((name, bootstrap.estimate, *bounds, len(values)))
     names = ["quantity", "estimate", "t_low", "t_high", "bootstrap_low", "bootstrap_high", "n"]
     return pd.DataFrame(rows, columns=names)
@@ -187,6 +190,9 @@ class Agreement:
 
 def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreement:
     """How far an approximate map, from `attribution_map`, agrees with the exact one.
+
+    In its `comparison` the approximate map comes first: approximate is about gain times exact, and
+    `dominant_heads` are the approximate one's and the exact one's.
 
     Raises:
         HysteresisError: maps of different trials, sites or directions, or what `compare_routes`
