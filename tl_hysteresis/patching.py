@@ -37,7 +37,7 @@ from tl_hysteresis.interventions import (
     run_and_read,
 )
 from tl_hysteresis.measures import logit_margin
-from tl_hysteresis.sites import HookedModel, Site, check_trials, has_hooks, measuring
+from tl_hysteresis.sites import HookedModel, Site, check_trials, has_hooks, measuring, n_key_heads
 from tl_hysteresis.tasks import Trials
 
 # Points of a layer whose activation at a position (of a pattern: at a query) reaches the other
@@ -230,10 +230,8 @@ def _keys_and_values(
     model: HookedModel, stream: Float[Tensor, "trial pos d_model"]
 ) -> tuple[Float[Tensor, "trial pos head d_head"], Float[Tensor, "trial pos head d_head"]]:
     """Keys and values of the last layer, as its attention would cache them."""
-    cfg, layer = model.cfg, model.cfg.n_layers - 1
-    groups = None if cfg.ungroup_grouped_query_attention else cfg.n_key_value_heads
-    heads = cfg.n_heads if groups is None else groups
-    nothing = stream.new_empty(len(stream), 0, heads, cfg.d_head)
+    layer = model.cfg.n_layers - 1
+    nothing = stream.new_empty(len(stream), 0, n_key_heads(model), model.cfg.d_head)
     empty = TransformerLensKeyValueCacheEntry(nothing, nothing)
     model(stream, start_at_layer=layer, stop_at_layer=layer + 1, past_kv_cache=_cache(model, empty))
     return empty.past_keys, empty.past_values

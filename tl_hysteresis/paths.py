@@ -31,6 +31,7 @@ from tl_hysteresis.sites import (
     check_budget,
     hook_name,
     measuring,
+    n_key_heads,
     trial_slices,
 )
 from tl_hysteresis.tasks import Trials
@@ -269,10 +270,7 @@ def _paths(
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown:
         raise HysteresisError(f"no input {unknown[0]!r}; a head has q, k and v")
-    # With grouped keys and values there are fewer of them than heads.
-    groups = model.cfg.n_key_value_heads or model.cfg.n_heads
-    if getattr(model.cfg, "ungroup_grouped_query_attention", False):
-        groups = model.cfg.n_heads
+    groups = n_key_heads(model)
     ends = []
     for name in receivers if receivers is not None else [*every, LOGITS]:
         if name == LOGITS:

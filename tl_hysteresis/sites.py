@@ -88,6 +88,14 @@ def head_sites(model: HookedModel, layer: int) -> list[Site]:
     return [Site(f"blocks.{layer}.attn.hook_z", head) for head in range(model.cfg.n_heads)]
 
 
+def n_key_heads(model: HookedModel) -> int:
+    """How many heads keys and values have: fewer than the queries where they are grouped."""
+    groups: int | None = model.cfg.n_key_value_heads
+    if groups is None or getattr(model.cfg, "ungroup_grouped_query_attention", False):
+        return model.cfg.n_heads
+    return groups
+
+
 def attention_site(layer: int) -> Site:
     """The output of a layer's attention, all heads together, as it is added to the stream."""
     return Site(f"blocks.{layer}.hook_attn_out")

@@ -8,7 +8,7 @@ The query is the last position of a prompt, where the answer is read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -171,20 +171,25 @@ class Trials:
 
     def select(self, which: Tensor | slice) -> Trials:
         """The trials that a boolean mask, indices or a slice pick out."""
-        roles = None if self.roles is None else self.roles[which]
-        return replace(
-            self,
-            tokens=self.tokens[which],
-            contextual=self.contextual[which],
-            fixed=self.fixed[which],
-            roles=roles,
-        )
+        return self._each(lambda ids: ids[which])
 
     def clone(self) -> Trials:
         """The same trials in memory of their own."""
-        roles = None if self.roles is None else self.roles.clone()
-        tokens, contextual, fixed = (x.clone() for x in (self.tokens, self.contextual, self.fixed))
-        return replace(self, tokens=tokens, contextual=contextual, fixed=fixed, roles=roles)
+        return self._each(torch.clone)
+
+    def to(self, device: torch.device | str) -> Trials:
+        """The same trials on another device."""
+        return self._each(lambda ids: ids.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Trials:
+        """The same change made to tokens, answers and roles."""
+        return replace(
+            self,
+            tokens=change(self.tokens),
+            contextual=change(self.contextual),
+            fixed=change(self.fixed),
+            roles=None if self.roles is None else change(self.roles),
+        )
 
     def with_tokens(self, tokens: Int[Tensor, "trial pos"]) -> Trials:
         """The same trials, answers and roles with other prompts: corrupted ones, for instance."""
@@ -193,17 +198,6 @@ class Trials:
     def with_answers_of(self, other: Trials) -> Trials:
         """The same prompts, to be answered as others are."""
         return replace(self, contextual=other.contextual, fixed=other.fixed)
-
-    def to(self, device: torch.device | str) -> Trials:
-        """The same trials on another device."""
-        roles = None if self.roles is None else self.roles.to(device)
-        return replace(
-            self,
-            tokens=self.tokens.to(device),
-            contextual=self.contextual.to(device),
-            fixed=self.fixed.to(device),
-            roles=roles,
-        )
 
     @property
     def fingerprint(self) -> str:
