@@ -54,7 +54,7 @@ BAD_FILES = [
     ("[task]\nn_key = 3", "bad settings: task.n_key = 3: there is no such setting"),
     ("seeds = '0'", "bad settings: seeds = '0': Input should be a valid tuple"),
     ("[anchor]\nupdates = 1.5", "anchor.updates = 1.5: Input should be a valid integer"),
-    ("[schedule]\ndelta = 0.6", "schedule.delta = 0.6: Input should be less than or equal to 0.5"),
+    ("[schedule]\ndelta = 0.6", "schedule: delta = 0.6 around p0 = 0.5 gives"),
     (
         "[schedule]\np0 = 0.9",
         "schedule: delta = 0.2 around p0 = 0.9 gives mixtures from 0.7 to 1.1: "

@@ -202,12 +202,14 @@ OTHERS: dict[str, Any] = {
     "schedule.steps": 8,
     "schedule.dwell": 13,
     "schedule.labels": "independent",
-    "schedule.control": True,
+    "schedule.label_noise": 0.1,
+    "schedule.same_order": True,
     "relaxation.measure_at": [0, 25],
     "measurement.conflict_trials": 2047,
     "measurement.patching_trials": 255,
+    "measurement.circuits": False,
 }
-ONE_CHOICE = {"task.name"}
+NOT_ALONE = {"task.name", "schedule.parameter"}  # another choice needs other settings with it
 
 
 class TestHash:
@@ -216,13 +218,20 @@ class TestHash:
         names = {name for name, value in dumped.items() if not isinstance(value, dict)}
         for table, value in dumped.items():
             names |= {f"{table}.{name}" for name in value} if isinstance(value, dict) else set()
-        assert names == OTHERS.keys() | ONE_CHOICE
+        assert names == OTHERS.keys() | NOT_ALONE
 
     @pytest.mark.parametrize("name", OTHERS)
     def test_changes_with_every_setting(self, name: str) -> None:
         changed = StudyConfig.from_dict(_nested(name, OTHERS[name]))
         assert changed != StudyConfig()
         assert changed.hash != StudyConfig().hash
+
+    def test_changes_with_what_the_loop_moves(self) -> None:
+        one, two = (
+            StudyConfig(schedule=ScheduleConfig(parameter=name, delta=1e-4))
+            for name in ("mixture", "learning_rate")
+        )
+        assert one.hash != two.hash
 
     def test_changes_with_the_momentum(self) -> None:
         one, two = (StudyConfig(optimizer=SGDConfig(momentum=m)) for m in (0.0, 0.9))
@@ -246,7 +255,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("optimizer.momentum", 0.5, " = 0.5: there is no such setting"),
     ("schedule.Delta", 0.1, " = 0.1: there is no such setting"),
     ("task", 3, " = 3: Input should be a valid dictionary"),
-    ("task.name", "copying", " = 'copying': Input should be 'associative_recall'"),
+    ("task.name", "copying", "Input tag 'copying' found using 'name' does not match"),
     ("task.n_keys", 2, " = 2: Input should be greater than or equal to 3"),
     ("task.n_keys", 17, "n_values = 16 must be at least n_keys = 17: the fixed rule"),
     ("task.n_keys", 8.0, " = 8.0: Input should be a valid integer"),
@@ -280,7 +289,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("schedule.p0", -0.5, " = -0.5: Input should be greater than or equal to 0"),
     ("schedule.p0", 0.9, "delta = 0.2 around p0 = 0.9 gives mixtures from 0.7 to 1.1: a mixture"),
     ("schedule.p0", 0.1, "delta = 0.2 around p0 = 0.1 gives mixtures from -0.1 to 0.3: a mixture"),
-    ("schedule.delta", 0.7, " = 0.7: Input should be less than or equal to 0.5"),
+    ("schedule.delta", 0.7, "delta = 0.7 around p0 = 0.5 gives mixtures from -0.2 to 1.2"),
+    ("schedule.parameter", "momentum", " = 'momentum': String should match pattern"),
     ("schedule.delta", 0.0, " = 0.0: Input should be greater than 0"),
     ("schedule.delta", True, " = True: Input should be a valid number"),
     ("schedule.steps", 6, " = 6: Input should be a multiple of 4"),
@@ -362,10 +372,56 @@ def test_settings_are_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         StudyConfig().seeds = (1,)
     with pytest.raises(ValidationError, match="frozen"):
-        StudyConfig().task.n_keys = 4
+        StudyConfig().model.n_heads = 2
 
 
 @pytest.mark.parametrize("edge", [(0.5, 0.5), (0.3, 0.3), (0.7, 0.3), (0.9, 0.1), (0.1, 0.1)])
 def test_mixtures_may_reach_zero_and_one(edge: tuple[float, float]) -> None:
     p0, delta = edge
     assert ScheduleConfig(p0=p0, delta=delta).delta == delta
+
+
+class TestWhatTheLoopMoves:
+    @pytest.mark.parametrize(
+        ("parameter", "delta", "rule"),
+        [
+            ("learning_rate", 0.2, "around learning_rate = 0.001 gives values from -0.199"),
+            ("learning_rate", 0.001, "around learning_rate = 0.001 gives values from 0 to 0.002"),
+            ("weight_decay", 0.1, "around weight_decay = 0 gives values from -0.1 to 0.1"),
+            ("label_noise", 0.1, "around label_noise = 0 gives values from -0.1 to 0.1"),
+            ("task.n_pairs", 0.5, "task.n_pairs = 7.5: Input should be a valid integer"),
+            ("task.size", 0.5, "schedule.parameter = 'task.size': the task has no setting size"),
+            ("task.name", 0.5, "moves name, which is 'associative_recall': the loop moves a numb"),
+        ],
+    )
+    def test_is_refused_where_it_cannot_be(self, parameter: str, delta: float, rule: str) -> None:
+        with pytest.raises(HysteresisError, match=re.escape(rule)):
+            StudyConfig.from_dict({"schedule": {"parameter": parameter, "delta": delta}})
+
+    @pytest.mark.parametrize(
+        ("settings", "centre"),
+        [
+            ({"schedule": {"p0": 0.4}}, 0.4),
+            ({"schedule": {"parameter": "learning_rate", "delta": 5e-4}}, 1e-3),
+            (
+                {
+                    "schedule": {"parameter": "weight_decay", "delta": 0.1},
+                    "optimizer": {"weight_decay": 0.3},
+                },
+                0.3,
+            ),
+            ({"schedule": {"parameter": "label_noise", "label_noise": 0.2}}, 0.2),
+            (
+                {
+                    "schedule": {"parameter": "task.x"},
+                    "task": {"name": "custom", "factory": "a:b", "parameters": {"x": 2}},
+                },
+                2.0,
+            ),
+        ],
+    )
+    def test_is_moved_around_its_own_setting(self, settings: Any, centre: float) -> None:
+        config = StudyConfig.from_dict(settings)
+        assert config.centre == centre
+        assert StudyConfig.from_toml_text(config.to_toml()) == config
+        assert StudyConfig.from_json(config.to_json()) == config

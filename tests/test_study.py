@@ -11,7 +11,7 @@ from tl_hysteresis.study import run_study
 
 @pytest.mark.parametrize("n_seeds", [1, 2, 3, 5])
 def test_a_same_order_control_has_a_gap_of_exactly_zero(tmp_path: Path, n_seeds: int) -> None:
-    config = tiny_config(seeds=list(range(n_seeds)), schedule={"control": True})
+    config = tiny_config(seeds=list(range(n_seeds)), schedule={"same_order": True})
     result = run_study(config, tmp_path / "run")
     assert (result.curve()["gap"] == 0.0).all()
     replaced = result.table("replacement").pivot(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,20 @@ class AssociativeRecallConfig(Settings):
             )
 
 
+class CustomTaskConfig(Settings):
+    """A task of your own: an object that obeys the `Task` protocol, made by a function of yours."""
+
+    table: ClassVar[str] = "task"
+
+    name: Literal["custom"] = "custom"
+    """Which task."""
+    factory: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    """"module:function" (or a class) that makes the task; the module must be importable wherever
+    the study runs."""
+    parameters: dict[str, bool | int | float | str] = {}
+    """What the factory is called with, by name."""
+
+
 class ModelConfig(Settings):
     """The `HookedTransformer`; vocabulary and context length come from the task."""
 
@@ -198,6 +213,7 @@ class SGDConfig(_OptimizerSettings):
 
 
 OptimizerConfig = AdamWConfig | AdamConfig | SGDConfig
+TaskConfig = AssociativeRecallConfig | CustomTaskConfig
 
 
 class AnchorConfig(Settings):
@@ -228,16 +244,21 @@ class AnchorConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """The loop that each branch is sent through."""
+    """The loop that each branch is sent through, and what else decides the targets."""
 
     table: ClassVar[str] = "schedule"
 
+    parameter: Annotated[
+        str, Field(pattern=r"^(mixture|learning_rate|weight_decay|label_noise|task\.\w+)$")
+    ] = "mixture"
+    """What the loop moves, around its own setting: "mixture" (around p0), "learning_rate" or
+    "weight_decay" (the optimizer's), "label_noise", or "task.NAME", a number among the task's."""
     shape: Literal["staircase", "smooth"] = "staircase"
     """"staircase": level after level; "smooth": a new mixture at each update."""
     p0: Probability = 0.5
     """Balanced mixture: probability that a training target follows the contextual rule."""
-    delta: Annotated[float, Field(gt=0.0, le=0.5)] = 0.2
-    """Half height of the loop in mixture (open)."""
+    delta: Positive = 0.2
+    """Half height of the loop, in the unit of what it moves (open)."""
     steps: Annotated[int, Field(ge=4, multiple_of=4)] = 16
     """Steps between the levels of the triangle, p0 to p0 again (open)."""
     dwell: Count = 14
@@ -245,12 +266,14 @@ class ScheduleConfig(Settings):
     labels: Literal["stratified", "independent"] = "stratified"
     """"stratified": each batch has its share of contextual targets to within one target;
     "independent": each target has a coin of its own (open). Holds for all training."""
-    control: bool = False
-    """Send both branches through the loop from below: their gap must then be exactly zero."""
+    label_noise: Probability = 0.0
+    """Share of the training targets that are a token drawn from the whole vocabulary instead."""
+    same_order: bool = False
+    """Control: send both branches through the loop from below. Their gap must be exactly zero."""
 
     def check(self) -> None:  # noqa: D102
         low, high = self.p0 - self.delta, self.p0 + self.delta
-        if low < 0.0 or high > 1.0:
+        if self.parameter == "mixture" and (low < 0.0 or high > 1.0):
             raise ValueError(
                 f"delta = {self.delta} around p0 = {self.p0} gives mixtures from {low:g} to "
                 f"{high:g}: a mixture is a probability, in [0, 1]"
@@ -284,6 +307,8 @@ class MeasurementConfig(Settings):
     """Held-out conflict trials a seed, for margins and mean replacement (open)."""
     patching_trials: Annotated[int, Field(ge=2)] = 256
     """Held-out conflict trials a seed, for activation patching (open)."""
+    circuits: bool = True
+    """Replace components and map routes in every kept checkpoint, and not only measure margins."""
 
     def check(self) -> None:  # noqa: D102
         if self.patching_trials > self.conflict_trials:
@@ -300,11 +325,11 @@ class StudyConfig(Settings):
         >>> config = StudyConfig(seeds=(0, 1), schedule=ScheduleConfig(dwell=7))
         >>> StudyConfig.from_toml_text(config.to_toml()) == config
         True
-        >>> StudyConfig(schedule={"delta": 0.7})
+        >>> StudyConfig(schedule={"p0": 1.7})
         Traceback (most recent call last):
         ...
-        tl_hysteresis.errors.HysteresisError: bad settings: schedule.delta = 0.7: Input should be \
-less than or equal to 0.5
+        tl_hysteresis.errors.HysteresisError: bad settings: schedule.p0 = 1.7: Input should be \
+less than or equal to 1
     """
 
     seeds: Annotated[tuple[Seed, ...], Field(strict=False)] = (0, 1, 2, 3, 4)
@@ -318,7 +343,7 @@ less than or equal to 0.5
     quick: bool = False
     """Marks a reduced run, and its numbers wherever they show. `--quick` sets it, and reduces
     seeds, updates and trials besides; by itself it changes nothing else."""
-    task: AssociativeRecallConfig = AssociativeRecallConfig()
+    task: Annotated[TaskConfig, Field(discriminator="name")] = AssociativeRecallConfig()
     model: ModelConfig = ModelConfig()
     optimizer: Annotated[OptimizerConfig, Field(discriminator="name")] = AdamWConfig()
     anchor: AnchorConfig = AnchorConfig()
@@ -330,6 +355,11 @@ less than or equal to 0.5
     @classmethod
     def _adamw_unless_named(cls, value: Any) -> Any:
         return {"name": "adamw", **value} if isinstance(value, dict) else value
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _recall_unless_named(cls, value: Any) -> Any:
+        return {"name": "associative_recall", **value} if isinstance(value, dict) else value
 
     def check(self) -> None:  # noqa: D102
         if not self.seeds:
@@ -343,6 +373,70 @@ less than or equal to 0.5
             raise ValueError(
                 f"seeds = {list(self.seeds)}: a seed that stands twice is no replicate"
             )
+        self._check_loop()
+
+    @property
+    def centre(self) -> float:
+        """The value around which the loop moves its parameter, and at which anchors are trained.
+
+        Raises:
+            HysteresisError: a parameter that these settings do not have, or that is no number.
+
+        Example:
+            >>> StudyConfig().centre
+            0.5
+            >>> moved = {"parameter": "learning_rate", "delta": 5e-4}
+            >>> StudyConfig(schedule=moved).centre
+            0.001
+        """
+        try:
+            return float(self._settings_moved(self.schedule.parameter))
+        except ValueError as error:
+            raise HysteresisError(f"bad settings: {error}") from None
+
+    def _settings_moved(self, parameter: str) -> float:
+        """The setting that a parameter's name stands for."""
+        table: Mapping[str, Any] = {
+            "mixture": self.schedule.p0,
+            "label_noise": self.schedule.label_noise,
+            "learning_rate": self.optimizer.learning_rate,
+            "weight_decay": self.optimizer.weight_decay,
+        }
+        name = parameter.removeprefix("task.")
+        if name != parameter:
+            task = self.task
+            table = task.parameters if isinstance(task, CustomTaskConfig) else task.model_dump()
+        if name not in table:
+            raise ValueError(f"schedule.parameter = {parameter!r}: the task has no setting {name}")
+        value = table[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            numbers = [key for key, entry in table.items() if type(entry) is float]
+            raise ValueError(
+                f"schedule.parameter = {parameter!r} moves {name}, which is {value!r}: the loop "
+                f"moves a number (here: {', '.join(numbers) or 'there is none'})"
+            )
+        return value
+
+    def _check_loop(self) -> None:
+        """Refuse a loop that leaves the values which its parameter can have."""
+        parameter, delta = self.schedule.parameter, self.schedule.delta
+        centre = self._settings_moved(parameter)
+        low, high = centre - delta, centre + delta
+        least, most = {
+            "learning_rate": (math.nextafter(0.0, 1.0), math.inf),
+            "weight_decay": (0.0, math.inf),
+            "label_noise": (0.0, 1.0),
+        }.get(parameter, (-math.inf, math.inf))
+        if low < least or high > most:
+            raise ValueError(
+                f"schedule.delta = {delta} around {parameter} = {centre:g} gives values from "
+                f"{low:g} to {high:g}: it must stay in [{least:g}, {most:g}]"
+            )
+        if parameter.startswith("task.") and not isinstance(self.task, CustomTaskConfig):
+            for value in (low, high):
+                type(self.task).model_validate(
+                    self.task.model_dump() | {parameter.removeprefix("task."): value}
+                )
 
     def as_quick(self) -> StudyConfig:
         """The same study in under a minute: two seeds, fewer updates and trials, marked `quick`."""
@@ -437,7 +531,7 @@ less than or equal to 0.5
 
 
 def _toml_table(settings: Settings, skip: set[str] | None = None) -> str:
-    """`key = value` lines; JSON's literals for strings, numbers, booleans and lists are TOML's."""
+    """`key = value` lines, each under its meaning."""
     lines = []
     fields = type(settings).model_fields
     for name in sorted(fields, key=lambda name: name != "name"):
@@ -449,5 +543,14 @@ def _toml_table(settings: Settings, skip: set[str] | None = None) -> str:
         if len(choices) > 1 and all(isinstance(choice, str) for choice in choices):
             meaning += f" One of: {', '.join(choices)}."
         lines.append(f"# {meaning}")
-        lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value)}")
+        lines.append(f"# {name} =" if value is None else f"{name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    """JSON's literals for strings, numbers, booleans and lists are TOML's; a mapping's is not."""
+    if isinstance(value, Mapping):
+        return (
+            "{" + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + "}"
+        )
+    return json.dumps(value)

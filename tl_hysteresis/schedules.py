@@ -1,14 +1,16 @@
 """Plans: which batch of examples at which mixture, update by update; and the proof that two match.
 
-The branch from above is the branch from below read backwards: the same batches at the same mixtures
-in the opposite order. The two therefore see the same multiset of labelled examples by construction,
-and `verify_matched` proves it on the examples themselves.
+What a loop moves is the mixture, or another scalar of training. The branch from above is the branch
+from below read backwards: the same batches at the same values in the opposite order. The two
+therefore see the same multiset of labelled examples by construction, and `verify_matched` proves it
+on the examples themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from jaxtyping import Float
 
 from tl_hysteresis.config import ScheduleConfig
 from tl_hysteresis.errors import HysteresisError
-from tl_hysteresis.tasks import Batch, Labels, Task, labelled_batch
+from tl_hysteresis.tasks import Batch, Labels, Task, labelled_batch, with_parameter
 
 BRANCHES = ("below", "above")
 SAME_ORDER = "the order of training is the same in both branches"
@@ -31,6 +33,10 @@ class Plan:
         indices: index of the batch of each update.
         mixtures: probability, at each update, that a target follows the contextual rule.
         labels: how targets are assigned to the rules, as in `tasks.labelled_batch`.
+        label_noise: share of targets that are drawn from the whole vocabulary.
+        parameter: what the plan moves: "mixture", or "learning_rate", "weight_decay",
+            "label_noise" or "task.NAME".
+        values: its value at each update, where it is not the mixture.
 
     Raises:
         HysteresisError: an empty plan, lengths that differ, or a mixture outside [0, 1].
@@ -45,6 +51,9 @@ class Plan:
     indices: tuple[int, ...]
     mixtures: tuple[float, ...]
     labels: Labels = "stratified"
+    label_noise: float = 0.0
+    parameter: str = "mixture"
+    values: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.indices:
@@ -53,6 +62,11 @@ class Plan:
             raise HysteresisError(
                 f"a plan of {len(self.indices)} batches and {len(self.mixtures)} mixtures: "
                 "each update has one of both"
+            )
+        if len(self.values) != (0 if self.parameter == "mixture" else len(self)):
+            raise HysteresisError(
+                f"a plan of {len(self)} updates that moves {self.parameter} has {len(self.values)} "
+                "values of it: one for each update, and none beside the mixtures"
             )
         for update, mixture in enumerate(self.mixtures):
             if not 0.0 <= mixture <= 1.0:
@@ -63,12 +77,37 @@ class Plan:
     def __len__(self) -> int:
         return len(self.indices)
 
+    @property
+    def control(self) -> tuple[float, ...]:
+        """The value at each update of what the plan moves."""
+        return self.values or self.mixtures
+
     def reversed(self) -> Plan:
-        """The same batches at the same mixtures, last first."""
-        return Plan(self.stream, self.indices[::-1], self.mixtures[::-1], self.labels)
+        """The same batches at the same values, last first."""
+        return self.reordered(range(len(self))[::-1])
+
+    def reordered(self, order: Sequence[int]) -> Plan:
+        """The same batches at the same values in another order.
+
+        Raises:
+            HysteresisError: an order that leaves an update out, or takes one twice.
+        """
+        if sorted(order) != list(range(len(self))):
+            raise HysteresisError(f"not an order of {len(self)} updates: {list(order)}")
+        return replace(
+            self,
+            indices=tuple(self.indices[update] for update in order),
+            mixtures=tuple(self.mixtures[update] for update in order),
+            values=tuple(self.values[update] for update in order if self.values),
+        )
 
     def batch(self, update: int, *, task: Task, seed: int, batch_size: int) -> Batch:
         """The labelled examples of one update, for one seed."""
+        noise, name = self.label_noise, self.parameter.removeprefix("task.")
+        if self.parameter == "label_noise":
+            noise = self.values[update]
+        elif name != self.parameter:
+            task = with_parameter(task, name, self.values[update])
         return labelled_batch(
             task,
             batch_size,
@@ -77,21 +116,38 @@ class Plan:
             index=self.indices[update],
             mixture=self.mixtures[update],
             labels=self.labels,
+            noise=noise,
         )
 
 
 def constant_plan(
-    updates: int, mixture: float, *, stream: str, labels: Labels = "stratified"
+    updates: int,
+    mixture: float,
+    *,
+    stream: str,
+    labels: Labels = "stratified",
+    label_noise: float = 0.0,
 ) -> Plan:
     """A plan that stays at one mixture, as the anchor's and the relaxation's do."""
-    return Plan(stream, tuple(range(updates)), (mixture,) * updates, labels)
+    return Plan(stream, tuple(range(updates)), (mixture,) * updates, labels, label_noise)
 
 
-def matched_plans(schedule: ScheduleConfig, *, stream: str = "loop") -> tuple[Plan, Plan]:
+def matched_plans(
+    schedule: ScheduleConfig, *, stream: str = "loop", centre: float | None = None
+) -> tuple[Plan, Plan]:
     """The two branches of a loop, `(below, above)`: the same batches in opposite order.
 
     From below: p0, up to p0 + delta, down to p0 - delta, back to p0, so that p0 is reached from the
-    side of in-weights learning. From above: the same read backwards.
+    side of in-weights learning. From above: the same read backwards. A loop that moves another
+    parameter goes the same way around `centre`, at the mixture p0.
+
+    Args:
+        schedule: the loop's settings.
+        stream: name of the stream of batches.
+        centre: the moved parameter's own setting, `StudyConfig.centre`; p0 if it is the mixture.
+
+    Raises:
+        HysteresisError: another parameter than the mixture, without a centre.
 
     Example:
         >>> below, above = matched_plans(ScheduleConfig(delta=0.2, steps=4, dwell=1))
@@ -107,10 +163,22 @@ def matched_plans(schedule: ScheduleConfig, *, stream: str = "loop") -> tuple[Pl
         phases = np.repeat(np.linspace(0.0, 1.0, levels), schedule.dwell)
     else:
         phases = np.linspace(0.0, 1.0, levels * schedule.dwell)
+    moves_mixture = schedule.parameter == "mixture"
+    if centre is None and not moves_mixture:
+        raise HysteresisError(f"a loop that moves {schedule.parameter} needs its centre")
+    middle = schedule.p0 if moves_mixture or centre is None else centre
     # Rounded so that a level has one value on the way up and on the way down.
-    mixtures = np.round(schedule.p0 + schedule.delta * _triangle(phases), 12)
-    indices, path = tuple(range(len(phases))), tuple(float(p) for p in mixtures)
-    below = Plan(stream, indices, path, schedule.labels)
+    path = np.round(middle + schedule.delta * _triangle(phases), 12).tolist()
+    updates = len(path)
+    below = Plan(
+        stream,
+        indices=tuple(range(updates)),
+        mixtures=tuple(path) if moves_mixture else (schedule.p0,) * updates,
+        labels=schedule.labels,
+        label_noise=schedule.label_noise,
+        parameter=schedule.parameter,
+        values=() if moves_mixture else tuple(path),
+    )
     return below, below.reversed()
 
 
@@ -131,6 +199,10 @@ class Exposure:
     """Examples whose target follows the fixed rule."""
     mean_mixture: float
     """Mean over updates of the mixture."""
+    parameter: str
+    """What the plan moves."""
+    mean_control: float
+    """Mean over updates of its value."""
     multiset_hash: str
     """SHA-256 of all labelled examples, sorted: equal if and only if the multisets are."""
     order_hash: str
@@ -156,7 +228,8 @@ def verify_matched(below: Plan, above: Plan, *, task: Task, seed: int, batch_siz
 
     A matched pair has equal numbers of updates, the same multiset of labelled examples, hence equal
     exposure to each rule, another order, and opposite paths through the mixtures. What does not
-    hold is named in `differences`.
+    hold is named in `differences`. Where the loop moves a parameter of the task, an example belongs
+    to the value at which it was drawn; both branches still see the same ones.
 
     Example:
         >>> from tl_hysteresis.tasks import AssociativeRecall
@@ -181,10 +254,15 @@ def verify_matched(below: Plan, above: Plan, *, task: Task, seed: int, batch_siz
     ]
     if a.multiset_hash != b.multiset_hash:
         differences.append("the multisets of labelled examples")
-    if a.order_hash == b.order_hash:
+    if a.parameter != b.parameter:
+        differences.append(f"what is moved: {a.parameter} below, {b.parameter} above")
+    elif a.parameter != "mixture" and sorted(above.control) != sorted(below.control):
+        differences.append(f"the values of {a.parameter}")
+    if a.order_hash == b.order_hash and above.control == below.control:
         differences.append(SAME_ORDER)
-    elif not differences and above.mixtures != below.mixtures[::-1]:
-        differences.append("the mixtures above are not those below, last first")
+    elif not differences and above.control != below.control[::-1]:
+        moved = {"mixture": "mixtures"}.get(a.parameter, f"values of {a.parameter}")
+        differences.append(f"the {moved} above are not those below, last first")
     return Matching(a, b, tuple(differences))
 
 
@@ -209,6 +287,8 @@ def exposure(plan: Plan, *, task: Task, seed: int, batch_size: int) -> Exposure:
         contextual_targets=contextual,
         fixed_targets=len(examples) - contextual,
         mean_mixture=float(np.mean(plan.mixtures)),
+        parameter=plan.parameter,
+        mean_control=float(np.mean(plan.control)),
         multiset_hash=hashlib.sha256(np.sort(examples).tobytes()).hexdigest(),
         order_hash=hashlib.sha256(examples.tobytes()).hexdigest(),
     )

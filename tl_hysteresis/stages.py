@@ -6,6 +6,7 @@ the same bits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,22 @@ from tl_hysteresis.tasks import Task, Trials
 from tl_hysteresis.training import Population, train
 
 
+@dataclass(frozen=True)
+class Member:
+    """One model of a stage: whose examples it sees, along which plan, and its names in tables."""
+
+    seed: int
+    plan: Plan
+    labels: dict[str, str | int]
+
+    @classmethod
+    def of_each(cls, seeds: Sequence[int], plans: Mapping[str, Plan]) -> list[Member]:
+        """Every branch of every seed, in the order of the branches' plans."""
+        return [
+            cls(seed, plan, {"branch": branch}) for seed in seeds for branch, plan in plans.items()
+        ]
+
+
 @dataclass
 class Stages:
     """Runs the stages of one study.
@@ -48,33 +65,49 @@ class Stages:
         self,
         stage: str,
         population: Population,
-        plans: Sequence[Plan],
+        members: Sequence[Member],
         *,
-        observe_at: range,
+        observe_at: Sequence[int],
         keep_at: Mapping[int, str],
+        count: str = "update",
+        may_diverge: bool = False,
     ) -> None:
-        """Train along plans, one for each branch of each seed, and write the table of the course.
+        """Train each member along its plan, and write the table of the course.
 
-        `keep_at` names the checkpoints to keep; the last of them is the end of the stage.
+        Args:
+            stage: name of the stage and of its table.
+            population: what is trained, in place.
+            members: what each member of the population is.
+            observe_at: updates after which behaviour is measured.
+            keep_at: names of the checkpoints to keep; the last of them is the end of the stage.
+            count: the table's name for the updates done.
+            may_diverge: go on if a member diverges; its measures are NaN from there on.
         """
         if self.run.has(f"tables/{stage}.csv"):
             _restore(population, self.run.read_checkpoint(list(keep_at.values())[-1]))
             return
-        seeds = [seed for seed in self.run.config.seeds for _ in plans]
-        plans_of_members = list(plans) * len(self.run.config.seeds)
-        updates = len(plans[0])
+        updates = len(members[0].plan)
         saved = self.run.read_progress(stage)
         start = 0 if saved is None else int(saved["done"])
         observations = [] if saved is None else list(saved["observations"])
         if saved is not None:
             _restore(population, saved)
 
+        def refuse_divergence(finite: Bool[Tensor, " member"], done: int) -> None:
+            if not may_diverge and not bool(finite.all()):
+                seed = members[int((~finite).nonzero()[0])].seed
+                raise HysteresisError(
+                    f"seed {seed} diverged: at update {done} of the {stage} its loss or a "
+                    "parameter is not a finite number. The run cannot go on: leave that seed out, "
+                    "or lower the learning_rate, in a new run"
+                )
+
         def after_update(done: int, losses: Tensor) -> None:
-            self._refuse_divergence(torch.isfinite(losses), stage, done, seeds)
+            refuse_divergence(torch.isfinite(losses), done)
             if done in observe_at:
-                observations.append(self._observe(population, plans_of_members, done, seeds))
+                observations.append(self._observe(population, members, done))
             if done in keep_at:
-                self._refuse_divergence(population.finite, stage, done, seeds)
+                refuse_divergence(population.finite, done)
                 self.run.write_checkpoint(keep_at[done], _tensors(population))
             elif done % self.run.config.checkpoint_every == 0:
                 progress = {
@@ -86,50 +119,39 @@ class Stages:
 
         with self._stage(stage, total=updates, initial=start) as bar:
             if start == 0 and 0 in observe_at:
-                observations.append(self._observe(population, plans_of_members, 0, seeds))
+                observations.append(self._observe(population, members, 0))
             train(
                 population,
                 self.task,
-                plans_of_members,
-                seeds=seeds,
+                [member.plan for member in members],
+                seeds=[member.seed for member in members],
                 start=start,
                 after_update=after_update,
             )
-            self.run.write_table(
-                stage, self._course(stage, torch.stack(observations), observe_at, plans)
-            )
+            course = _course(torch.stack(observations), members, observe_at, count)
+            self.run.write_table(stage, course)
 
     def _observe(
-        self, population: Population, plans: Sequence[Plan], done: int, seeds: Sequence[int]
+        self, population: Population, members: Sequence[Member], done: int
     ) -> Float[Tensor, "member measure"]:
         """Behaviour of each member on its seed's trials, at the mixture of its last update."""
-        logits = population.logits(torch.stack([self.trials[seed].tokens for seed in seeds]))
+        tokens = torch.stack([self.trials[member.seed].tokens for member in members])
+        logits, finite = population.logits(tokens), population.finite.tolist()
         return torch.tensor(
             [
-                astuple(behaviour(logits[member], self.trials[seed], mixture=_mixture(plan, done)))
-                for member, (seed, plan) in enumerate(zip(seeds, plans, strict=True))
+                astuple(
+                    behaviour(
+                        logits[index],
+                        self.trials[member.seed],
+                        mixture=_at(member.plan.mixtures, done),
+                    )
+                )
+                if finite[index]
+                else [math.nan] * len(fields(Behaviour))
+                for index, member in enumerate(members)
             ],
             dtype=torch.float64,
         )
-
-    def _course(
-        self,
-        stage: str,
-        observations: Float[Tensor, "observation member measure"],
-        observe_at: range,
-        plans: Sequence[Plan],
-    ) -> pd.DataFrame:
-        """Observations as a tidy table: seed, branch, updates done, mixture, then the measures."""
-        branches = BRANCHES if len(plans) == 2 else ("anchor",)
-        rows = []
-        for done, observed in zip(observe_at, observations, strict=True):
-            members = iter(observed.tolist())
-            for seed in self.run.config.seeds:
-                for branch, plan in zip(branches, plans, strict=True):
-                    rows.append((seed, branch, done, _mixture(plan, done), *next(members)))
-        measures = [field.name for field in fields(Behaviour)]
-        count = "relaxation" if stage == "relaxation" else "update"
-        return pd.DataFrame(rows, columns=["seed", "branch", count, "mixture", *measures])
 
     def measure(
         self, stage: str, measure: Callable[[HookedTransformer, int], pd.DataFrame]
@@ -172,17 +194,6 @@ class Stages:
         # Not after an error: on a full disk this would fail too, and hide which file did first.
         self.run.add_seconds(stage, time.perf_counter() - begun)
 
-    def _refuse_divergence(
-        self, finite: Bool[Tensor, " member"], stage: str, done: int, seeds: Sequence[int]
-    ) -> None:
-        if bool(finite.all()):
-            return
-        raise HysteresisError(
-            f"seed {seeds[int((~finite).nonzero()[0])]} diverged: at update {done} of the {stage} "
-            "its loss or a parameter is not a finite number. The run cannot go on: leave that seed "
-            "out, or lower the learning_rate, in a new run"
-        )
-
 
 def _tensors(population: Population) -> dict[str, Tensor]:
     return {"parameters": population.parameters, **population.state}
@@ -198,6 +209,30 @@ def _restore(population: Population, tensors: Mapping[str, Tensor]) -> None:
         value.copy_(tensors[name])
 
 
-def _mixture(plan: Plan, done: int) -> float:
-    """The mixture of the last update, or of the first before any."""
-    return plan.mixtures[max(done - 1, 0)]
+def _course(
+    observations: Float[Tensor, "observation member measure"],
+    members: Sequence[Member],
+    observe_at: Sequence[int],
+    count: str,
+) -> pd.DataFrame:
+    """Observations as a tidy table: who, updates done, where on the plan, then the measures."""
+    measures = [field.name for field in fields(Behaviour)]
+    return pd.DataFrame(
+        [
+            {
+                "seed": member.seed,
+                **member.labels,
+                count: done,
+                "mixture": _at(member.plan.mixtures, done),
+                "control": _at(member.plan.control, done),
+                **dict(zip(measures, measured, strict=True)),
+            }
+            for done, observed in zip(observe_at, observations.tolist(), strict=True)
+            for member, measured in zip(members, observed, strict=True)
+        ]
+    )
+
+
+def _at(values: Sequence[float], done: int) -> float:
+    """The value of the last update, or of the first before any."""
+    return values[max(done - 1, 0)]

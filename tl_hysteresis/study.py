@@ -24,11 +24,12 @@ from tl_hysteresis.routes import replacement_margins, route_map
 from tl_hysteresis.schedules import (
     BRANCHES,
     SAME_ORDER,
+    Plan,
     constant_plan,
     matched_plans,
     verify_matched,
 )
-from tl_hysteresis.stages import Stages
+from tl_hysteresis.stages import Member, Stages
 from tl_hysteresis.store import RunFolder
 from tl_hysteresis.tasks import generator, make_task
 from tl_hysteresis.training import Population
@@ -103,8 +104,9 @@ def _run(run: RunFolder, *, progress: bool) -> StudyResult:
         anchors = study.train_anchors()
         branches = study.run_loop(anchors)
         study.relax(branches)
-        study.replace_components()
-        study.map_routes()
+        if run.config.measurement.circuits:
+            study.replace_components()
+            study.map_routes()
     run.finish()
     return StudyResult(run)
 
@@ -117,9 +119,7 @@ class Study:
         self.run, self.config, self.seeds = run, run.config, run.config.seeds
         self.device = device_of(self.config)
         self.task = make_task(self.config.task)
-        self.below, self.above = matched_plans(self.config.schedule)
-        if self.config.schedule.control:
-            self.above = self.below
+        self.below, self.above = loop_plans(self.config)
         result = StudyResult(run)
         self.trials = {seed: result.trials(seed).to(self.device) for seed in self.seeds}
         self.stages = Stages(run, self.task, self.trials, progress)
@@ -133,7 +133,7 @@ class Study:
             matching = verify_matched(
                 self.below, self.above, task=self.task, seed=seed, batch_size=batch_size
             )
-            expected = (SAME_ORDER,) if self.config.schedule.control else ()
+            expected = (SAME_ORDER,) if self.config.schedule.same_order else ()
             if matching.differences != expected:
                 raise HysteresisError(
                     f"the branches of seed {seed} do not match: {'; '.join(matching.differences)}"
@@ -144,13 +144,13 @@ class Study:
 
     def train_anchors(self) -> Population:
         """Train one anchor a seed at the balanced mixture, and judge whether it has converged."""
-        settings, schedule, task = self.config.anchor, self.config.schedule, self.task
+        settings, task = self.config.anchor, self.task
         shape = hooked_config(self.config.model, d_vocab=task.d_vocab, n_ctx=task.n_ctx)
         anchors = Population.build(shape, self.config.optimizer, seeds=self.seeds).to(self.device)
         self.stages.train(
             "course",
             anchors,
-            [constant_plan(settings.updates, schedule.p0, stream="anchor", labels=schedule.labels)],
+            Member.of_each(self.seeds, {"anchor": self._constant("anchor", settings.updates)}),
             observe_at=range(0, settings.updates + 1, settings.evaluate_every),
             keep_at={settings.updates: "anchor"},
         )
@@ -167,7 +167,7 @@ class Study:
         self.stages.train(
             "loop",
             branches,
-            [self.below, self.above],
+            Member.of_each(self.seeds, dict(zip(BRANCHES, (self.below, self.above), strict=True))),
             observe_at=range(0, updates + 1, dwell),
             keep_at={updates: "relaxation_0"},
         )
@@ -175,16 +175,15 @@ class Study:
 
     def relax(self, branches: Population) -> None:
         """Train both branches on at the balanced mixture, on the same batches."""
-        measure_at, schedule = self.config.relaxation.measure_at, self.config.schedule
-        plan = constant_plan(
-            measure_at[-1], schedule.p0, stream="relaxation", labels=schedule.labels
-        )
+        measure_at = self.config.relaxation.measure_at
+        plan = self._constant("relaxation", measure_at[-1])
         self.stages.train(
             "relaxation",
             branches,
-            [plan, plan],
+            Member.of_each(self.seeds, dict.fromkeys(BRANCHES, plan)),
             observe_at=range(measure_at[-1] + 1),
             keep_at={at: f"relaxation_{at}" for at in measure_at if at > 0},
+            count="relaxation",
         )
 
     def replace_components(self) -> None:
@@ -210,6 +209,17 @@ class Study:
 
         self.stages.measure("routes", maps)
 
+    def _constant(self, stream: str, updates: int) -> Plan:
+        """A plan that stays where the anchors are trained."""
+        schedule = self.config.schedule
+        return constant_plan(
+            updates,
+            schedule.p0,
+            stream=stream,
+            labels=schedule.labels,
+            label_noise=schedule.label_noise,
+        )
+
     def _refuse_unconverged(self, verdicts: pd.DataFrame) -> None:
         failed = verdicts[~verdicts["converged"]]
         required = self.config.anchor.require_convergence
@@ -224,6 +234,12 @@ class Study:
             f"anchors that have not converged ({listed}). Train longer (anchor.updates), or go on "
             f"all the same: tl-hysteresis resume {self.run.path} --accept-unconverged"
         )
+
+
+def loop_plans(config: StudyConfig, *, stream: str = "loop") -> tuple[Plan, Plan]:
+    """The plans of the two branches, `(below, above)`, that a study's settings describe."""
+    below, above = matched_plans(config.schedule, stream=stream, centre=config.centre)
+    return below, below if config.schedule.same_order else above
 
 
 def device_of(config: StudyConfig) -> torch.device:

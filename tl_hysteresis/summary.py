@@ -90,7 +90,7 @@ def caveats(result: StudyResult) -> list[str]:
         found.append("a quick run: fewer updates, seeds and trials than the study; not a result")
     if not result.folder.is_of_this_source:
         found.append("the run was made by another version of this program's source")
-    if result.config.schedule.control:
+    if result.config.schedule.same_order:
         found.append("a same-order control: its gap is zero by construction")
     anchors = result.table("anchors")
     unconverged = anchors.loc[~anchors["converged"], "seed"].tolist()

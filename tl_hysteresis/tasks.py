@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_hysteresis.config import AssociativeRecallConfig
+from tl_hysteresis.config import AssociativeRecallConfig, CustomTaskConfig, TaskConfig
 from tl_hysteresis.errors import HysteresisError
 
 
@@ -259,6 +261,9 @@ class Task(Protocol):
         """The same trials with other tokens, but the answers and roles of the clean ones."""
 
 
+TASK_MEMBERS = ("d_vocab", "n_ctx", "role_names", "corruptions", "sample", "corrupt")
+
+
 @dataclass(frozen=True)
 class AssociativeRecall:
     """Key-value pairs, then a query key: answer with its value in the prompt, or its fixed one.
@@ -358,14 +363,60 @@ class AssociativeRecall:
         return replace(trials, tokens=torch.from_numpy(tokens).to(trials.tokens.device))
 
 
-def make_task(settings: AssociativeRecallConfig) -> Task:
+def make_task(settings: TaskConfig) -> Task:
     """The task that the settings describe.
+
+    Raises:
+        HysteresisError: a factory that cannot be imported or called, or that makes no `Task`.
 
     Example:
         >>> make_task(AssociativeRecallConfig(n_pairs=4)).n_ctx
         9
     """
-    return AssociativeRecall(**settings.model_dump(exclude={"name"}))
+    if not isinstance(settings, CustomTaskConfig):
+        return AssociativeRecall(**settings.model_dump(exclude={"name"}))
+    module, _, name = settings.factory.partition(":")
+    try:
+        made = attrgetter(name)(import_module(module))(**settings.parameters)
+    except Exception as error:  # whatever a user's code may raise
+        raise HysteresisError(
+            f"task.factory = {settings.factory!r} made no task: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Task):
+        missing = [name for name in TASK_MEMBERS if not hasattr(made, name)]
+        raise HysteresisError(
+            f"task.factory = {settings.factory!r} made {type(made).__name__}, which is no task: "
+            f"it has no {', '.join(missing)}"
+        )
+    return made
+
+
+def with_parameter(task: Task, name: str, value: float) -> Task:
+    """The same task with another value of one parameter, for a loop that moves it.
+
+    A dataclass is copied with the field replaced; any other task needs a method
+    `with_parameter(name, value)` of its own. Vocabulary and length of prompts must stay.
+
+    Raises:
+        HysteresisError: a task without that parameter, or one that it gives another shape.
+    """
+    kind: Any = task
+    if hasattr(kind, "with_parameter"):
+        moved = kind.with_parameter(name, value)
+    elif name in ([field.name for field in fields(kind)] if is_dataclass(kind) else ()):
+        moved = replace(kind, **{name: value})
+    else:
+        raise HysteresisError(
+            f"{type(task).__name__} has no parameter {name!r} that a loop could move: a field of a "
+            "dataclass, or a method with_parameter(name, value)"
+        )
+    shapes = [(each.d_vocab, each.n_ctx) for each in (task, moved)]
+    if shapes[0] != shapes[1]:
+        raise HysteresisError(
+            f"{name} = {value} changes (d_vocab, n_ctx) from {shapes[0]} to {shapes[1]}: "
+            "one model cannot be trained on both"
+        )
+    return cast("Task", moved)
 
 
 def _shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarray, "{n} {width}"]:
@@ -513,8 +564,11 @@ def labelled_batch(
     index: int,
     mixture: float,
     labels: Labels = "stratified",
+    noise: float = 0.0,
 ) -> Batch:
     """Training examples: each target follows the contextual rule with probability `mixture`.
+
+    With probability `noise` a target is a token drawn uniformly from the vocabulary instead.
 
     A trial's coin is one uniform number, drawn apart from its tokens and compared with the mixture:
     the same index at two mixtures has the same prompts, and only the targets in between differ.
@@ -532,11 +586,20 @@ def labelled_batch(
         >>> torch.equal(low.tokens, high.tokens)
         True
     """
-    if not 0.0 <= mixture <= 1.0:
-        raise HysteresisError(f"mixture = {mixture}: a probability lies in [0, 1]")
+    for what, share in (("mixture", mixture), ("noise", noise)):
+        if not 0.0 <= share <= 1.0:
+            raise HysteresisError(f"{what} = {share}: a probability lies in [0, 1]")
     trials = draw(task, n, seed=seed, stream=stream, index=index)
     rng = generator(seed, f"{stream}/coins", index)
-    coins = rng.random(n) if labels == "independent" else (rng.permutation(n) + rng.random()) / n
-    contextual = torch.from_numpy(coins < mixture)
+    contextual = torch.from_numpy(_coins(n, labels, rng) < mixture)
     targets = torch.where(contextual, trials.contextual, trials.fixed)
+    if noise:
+        rng = generator(seed, f"{stream}/noise", index)
+        noisy = torch.from_numpy(_coins(n, labels, rng) < noise)
+        tokens = torch.from_numpy(rng.integers(task.d_vocab, size=n))
+        targets = torch.where(noisy, tokens, targets)
     return Batch(trials.tokens, targets, contextual)
+
+
+def _coins(n: int, labels: Labels, rng: np.random.Generator) -> Float[np.ndarray, " trial"]:
+    return rng.random(n) if labels == "independent" else (rng.permutation(n) + rng.random()) / n

@@ -30,7 +30,11 @@ MEMBERS_AT_ONCE = 4
 that the two branches of a seed go through the same kernels."""
 
 OptimizerState = dict[str, Tensor]
-"""`step` [member]; `first_moment` and `second_moment`, or `momentum` for SGD, [member param]."""
+"""`step` [member]; `first_moment` and `second_moment`, or `momentum` for SGD, [member param]. The
+second moment counts its own updates in `second_step`, since it can be reset by itself."""
+
+MOVABLE = ("learning_rate", "weight_decay")
+"""Settings of the optimizer that a plan can move."""
 
 
 @dataclass(eq=False)
@@ -156,8 +160,13 @@ class Population:
             groups.append(torch.cat(parts, dim=1))
         return torch.cat(groups)
 
-    def step(self, batch: Batch) -> Float[Tensor, " member"]:
-        """One update of every member on its own examples; returns each mean loss, in nats."""
+    def step(
+        self, batch: Batch, moved: Mapping[str, Float[Tensor, " member"]] | None = None
+    ) -> Float[Tensor, " member"]:
+        """One update of every member on its own examples; returns each mean loss, in nats.
+
+        `moved` gives each member another learning_rate or weight_decay than the optimizer's.
+        """
         self._check(batch.tokens)
         parts = [
             _losses_and_gradients(self._logits, self.layout, *part)
@@ -169,7 +178,7 @@ class Population:
             )
         ]
         losses, gradients = (torch.cat(results) for results in zip(*parts, strict=True))
-        update_parameters(self.optimizer, self.parameters, gradients, self.state)
+        update_parameters(self.optimizer, self.parameters, gradients, self.state, moved)
         return losses
 
     def _check(self, tokens: Int[Tensor, "member trial pos"]) -> None:
@@ -242,15 +251,32 @@ def train(
         raise HysteresisError(f"plans of different lengths: {sorted({len(p) for p in plans})}")
     device, batch_size = population.parameters.device, population.optimizer.batch_size
     for update in range(start, len(plans[0])):
+        drawn: dict[tuple[int, int], Batch] = {}  # members of one seed on one plan share examples
+        for plan, seed in zip(plans, seeds, strict=True):
+            if (id(plan), seed) not in drawn:
+                batch = plan.batch(update, task=task, seed=seed, batch_size=batch_size)
+                drawn[id(plan), seed] = batch
         batch = Batch.stack(
-            [
-                plan.batch(update, task=task, seed=seed, batch_size=batch_size)
-                for plan, seed in zip(plans, seeds, strict=True)
-            ]
+            [drawn[id(plan), seed] for plan, seed in zip(plans, seeds, strict=True)]
         )
-        losses = population.step(batch.to(device))
+        losses = population.step(batch.to(device), _moved(population, plans, update))
         if after_update is not None:
             after_update(update + 1, losses)
+
+
+def _moved(
+    population: Population, plans: Sequence[Plan], update: int
+) -> dict[str, Float[Tensor, " member"]]:
+    """The settings of the optimizer that some plan moves, with each member's value."""
+    values = {}
+    for name in {plan.parameter for plan in plans}.intersection(MOVABLE):
+        own = getattr(population.optimizer, name)
+        values[name] = torch.tensor(
+            [plan.values[update] if plan.parameter == name else own for plan in plans],
+            dtype=torch.float64,
+            device=population.parameters.device,
+        )
+    return values
 
 
 def _plain(model: HookedTransformer) -> HookedTransformerConfig:
@@ -291,7 +317,9 @@ def initial_state(
     """The optimizer's state before the first update: all zero."""
     names = ("momentum",) if isinstance(optimizer, SGDConfig) else ("first_moment", "second_moment")
     state = {name: torch.zeros_like(parameters) for name in names}
-    state["step"] = torch.zeros(len(parameters), dtype=torch.int64, device=parameters.device)
+    counts = ("step",) if isinstance(optimizer, SGDConfig) else ("step", "second_step")
+    for name in counts:
+        state[name] = torch.zeros(len(parameters), dtype=torch.int64, device=parameters.device)
     return state
 
 
@@ -300,25 +328,30 @@ def update_parameters(
     parameters: Float[Tensor, "member param"],
     gradient: Float[Tensor, "member param"],
     state: OptimizerState,
+    moved: Mapping[str, Float[Tensor, " member"]] | None = None,
 ) -> None:
     """One step of `torch.optim`'s AdamW, Adam or SGD for each member, in place.
 
     Members count their steps by themselves, so that states of different age can stand in one stack.
     """
-    rate, decay = optimizer.learning_rate, optimizer.weight_decay
+    rate, decay = (
+        moved[name][:, None] if moved and name in moved else getattr(optimizer, name)
+        for name in MOVABLE
+    )
     state["step"] += 1
     if isinstance(optimizer, AdamWConfig):
         parameters.mul_(1.0 - rate * decay)
-    elif decay:
-        gradient = gradient.add(parameters, alpha=decay)
+    elif "weight_decay" in (moved or {}) or decay:
+        gradient = gradient + (decay * parameters).to(gradient.dtype)
     if isinstance(optimizer, SGDConfig):
         state["momentum"].mul_(optimizer.momentum).add_(gradient)
-        parameters.sub_(state["momentum"], alpha=rate)
+        parameters.sub_(rate * state["momentum"])
         return
-    first, second, step = state["first_moment"], state["second_moment"], state["step"][:, None]
+    state["second_step"] += 1
+    first, second = state["first_moment"], state["second_moment"]
     first.lerp_(gradient, 1.0 - optimizer.beta1)
     second.mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1.0 - optimizer.beta2)
-    first_bias = 1.0 - optimizer.beta1 ** step.double()
-    second_bias = 1.0 - optimizer.beta2 ** step.double()
+    first_bias = 1.0 - optimizer.beta1 ** state["step"][:, None].double()
+    second_bias = 1.0 - optimizer.beta2 ** state["second_step"][:, None].double()
     denominator = (second.sqrt() / second_bias.sqrt().to(second.dtype)).add_(optimizer.eps)
     parameters.sub_((rate / first_bias).to(first.dtype) * first / denominator)
