@@ -37,6 +37,8 @@ install_import_hook(
             "convergence",
             "stages",
             "study",
+            "memory",
+            "traces",
         )
     ],
     "beartype.beartype",

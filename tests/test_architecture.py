@@ -46,6 +46,11 @@ MAY_IMPORT = {
         *("config", "convergence", "errors", "models", "results", "routes", "schedules"),
         *("stages", "store", "tasks", "training"),
     },
+    "traces": {"quasistatic", "relaxation", "results", "schedules", "statistics"},
+    "memory": {
+        *("comparison", "config", "errors", "models", "results", "routes", "schedules", "sites"),
+        *("stages", "store", "study", "tasks", "traces", "training"),
+    },
     "cli": {"config", "errors", "results", "store", "study", "summary"},
     "__init__": set(),
     "__main__": {"cli"},

@@ -208,6 +208,10 @@ OTHERS: dict[str, Any] = {
     "measurement.conflict_trials": 2047,
     "measurement.patching_trials": 255,
     "measurement.circuits": False,
+    "memory.shuffled": 4,
+    "memory.replicates": 0,
+    "memory.observe_every": 1,
+    "memory.margin": 0.1,
 }
 NOT_ALONE = {"task.name", "schedule.parameter"}  # another choice needs other settings with it
 

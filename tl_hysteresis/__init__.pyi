@@ -9,7 +9,9 @@ from .config import AdamConfig as AdamConfig
 from .config import AdamWConfig as AdamWConfig
 from .config import AnchorConfig as AnchorConfig
 from .config import AssociativeRecallConfig as AssociativeRecallConfig
+from .config import CustomTaskConfig as CustomTaskConfig
 from .config import MeasurementConfig as MeasurementConfig
+from .config import MemoryConfig as MemoryConfig
 from .config import ModelConfig as ModelConfig
 from .config import RelaxationConfig as RelaxationConfig
 from .config import ScheduleConfig as ScheduleConfig
@@ -24,6 +26,8 @@ from .measures import Behaviour as Behaviour
 from .measures import behaviour as behaviour
 from .measures import entropy_floor as entropy_floor
 from .measures import logit_margin as logit_margin
+from .memory import cross_memory as cross_memory
+from .memory import examine_memory as examine_memory
 from .models import build_model as build_model
 from .models import hooked_config as hooked_config
 from .paths import PathMap as PathMap
@@ -70,6 +74,9 @@ from .tasks import Trials as Trials
 from .tasks import draw as draw
 from .tasks import draw_conflict as draw_conflict
 from .tasks import labelled_batch as labelled_batch
+from .traces import MemoryResult as MemoryResult
+from .traces import crossing_effects as crossing_effects
+from .traces import load_memory as load_memory
 from .training import Population as Population
 from .training import train as train
 from .transplants import transplant as transplant

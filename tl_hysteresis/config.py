@@ -318,6 +318,21 @@ class MeasurementConfig(Settings):
             )
 
 
+class MemoryConfig(Settings):
+    """The experiments on what holds the memory, run on a finished study."""
+
+    table: ClassVar[str] = "memory"
+
+    shuffled: Annotated[int, Field(ge=2)] = 6
+    """Loops a seed whose updates are shuffled: the null distribution of order noise."""
+    replicates: Annotated[int, Field(ge=0)] = 2
+    """Further matched loops from each anchor, on other batches; the unit stays the anchor."""
+    observe_every: Count = 5
+    """Updates between two measurements while these models relax."""
+    margin: Positive = 0.05
+    """The gap, in logits, that is just too large to be called none (half the paper's)."""
+
+
 class StudyConfig(Settings):
     """Everything that decides a study's numbers.
 
@@ -350,6 +365,7 @@ less than or equal to 1
     schedule: ScheduleConfig = ScheduleConfig()
     relaxation: RelaxationConfig = RelaxationConfig()
     measurement: MeasurementConfig = MeasurementConfig()
+    memory: MemoryConfig = MemoryConfig()
 
     @field_validator("optimizer", mode="before")
     @classmethod

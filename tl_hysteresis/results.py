@@ -70,7 +70,7 @@ class StudyResult:
 
         The gap is the margin of the branch from below minus that of the branch from above.
         """
-        return _gap(self.table("relaxation"), ["seed", "relaxation"])
+        return gap_between(self.table("relaxation"), ["seed", "relaxation"])
 
     def gaps(self) -> pd.DataFrame:
         """The gap at each measured relaxation, over seeds; one row for each."""
@@ -89,7 +89,7 @@ class StudyResult:
         ratio of means over seeds, with Fieller's interval (infinite where the intact gap cannot be
         told from zero, so that the share means nothing). Without an interval at one seed.
         """
-        gaps = _gap(self.table("replacement"), ["seed", "relaxation", "component"])
+        gaps = gap_between(self.table("replacement"), ["seed", "relaxation", "component"])
         rows = []
         for at, part in gaps.groupby("relaxation", sort=False):
             wide = part.pivot(index="seed", columns="component", values="gap")
@@ -272,7 +272,7 @@ def _summary(gaps: pd.Series) -> dict[str, float | int]:
     }
 
 
-def _gap(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+def gap_between(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Margin of the branch from below minus that from above."""
     below, above = (
         table[table["branch"] == branch].set_index(keys)["margin"] for branch in BRANCHES

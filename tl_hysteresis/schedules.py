@@ -101,6 +101,21 @@ class Plan:
             values=tuple(self.values[update] for update in order if self.values),
         )
 
+    def first(self, updates: int) -> Plan:
+        """The plan's beginning.
+
+        Raises:
+            HysteresisError: no updates, or more than the plan has.
+        """
+        if not 0 < updates <= len(self):
+            raise HysteresisError(f"the first {updates} of {len(self)} updates")
+        return replace(
+            self,
+            indices=self.indices[:updates],
+            mixtures=self.mixtures[:updates],
+            values=self.values[:updates],
+        )
+
     def batch(self, update: int, *, task: Task, seed: int, batch_size: int) -> Batch:
         """The labelled examples of one update, for one seed."""
         noise, name = self.label_noise, self.parameter.removeprefix("task.")

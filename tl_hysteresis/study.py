@@ -65,8 +65,8 @@ def run_study(config: StudyConfig, folder: Path | str, *, progress: bool = False
     if not isinstance(config, StudyConfig):
         raise HysteresisError(f"a study takes a StudyConfig, not {type(config).__name__}")
     device_of(config)
-    threads = config.threads or torch.get_num_threads()
-    run = RunFolder.create(folder, config, threads=threads)
+    number = config.threads or torch.get_num_threads()
+    run = RunFolder.create(folder, config, threads=number)
     with run.locked():
         return _run(run, progress=progress)
 
@@ -98,7 +98,7 @@ def resume_study(
 
 
 def _run(run: RunFolder, *, progress: bool) -> StudyResult:
-    with _threads(run.manifest["threads"]):
+    with threads(run.manifest["threads"]):
         study = Study(run, progress=progress)
         study.prove_matching()
         anchors = study.train_anchors()
@@ -150,7 +150,7 @@ class Study:
         self.stages.train(
             "course",
             anchors,
-            Member.of_each(self.seeds, {"anchor": self._constant("anchor", settings.updates)}),
+            Member.of_each(self.seeds, {"anchor": self.constant("anchor", settings.updates)}),
             observe_at=range(0, settings.updates + 1, settings.evaluate_every),
             keep_at={settings.updates: "anchor"},
         )
@@ -176,7 +176,7 @@ class Study:
     def relax(self, branches: Population) -> None:
         """Train both branches on at the balanced mixture, on the same batches."""
         measure_at = self.config.relaxation.measure_at
-        plan = self._constant("relaxation", measure_at[-1])
+        plan = self.constant("relaxation", measure_at[-1])
         self.stages.train(
             "relaxation",
             branches,
@@ -209,7 +209,7 @@ class Study:
 
         self.stages.measure("routes", maps)
 
-    def _constant(self, stream: str, updates: int) -> Plan:
+    def constant(self, stream: str, updates: int) -> Plan:
         """A plan that stays where the anchors are trained."""
         schedule = self.config.schedule
         return constant_plan(
@@ -258,7 +258,8 @@ def device_of(config: StudyConfig) -> torch.device:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """Compute with this many CPU threads inside."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
