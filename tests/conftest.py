@@ -32,6 +32,8 @@ install_import_hook(
             "transplants",
             "readouts",
             "statistics",
+            "relaxation",
+            "quasistatic",
             "results",
             "summary",
             "convergence",

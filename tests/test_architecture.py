@@ -14,6 +14,8 @@ MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "statistics": {"errors"},
+    "relaxation": {"errors", "statistics"},
+    "quasistatic": {"errors", "statistics"},
     "tasks": {"config", "errors"},
     "schedules": {"config", "errors", "tasks"},
     "models": {"config", "errors"},

@@ -32,9 +32,14 @@ from .models import build_model as build_model
 from .models import hooked_config as hooked_config
 from .paths import PathMap as PathMap
 from .paths import path_map as path_map
+from .quasistatic import QuasiStatic as QuasiStatic
+from .quasistatic import loop_area as loop_area
+from .quasistatic import quasi_static as quasi_static
 from .readouts import LogitAttribution as LogitAttribution
 from .readouts import direct_logit_attribution as direct_logit_attribution
 from .readouts import head_scores as head_scores
+from .relaxation import RelaxationFit as RelaxationFit
+from .relaxation import fit_relaxation as fit_relaxation
 from .replacement import Reference as Reference
 from .replacement import mean_reference as mean_reference
 from .replacement import mean_replacement as mean_replacement

@@ -1,0 +1,343 @@
+"""How the gap relaxes after the loop: a damped oscillation, a plain decay, or neither.
+
+Heavy-ball momentum in a quadratic bowl rings exactly as a damped oscillation does, so that its
+period and time constant can be held against what the optimizer's settings predict.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy import optimize
+
+from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.statistics import Interval, Values, mean_interval
+
+Array = NDArray[np.float64]
+
+MODELS = ("constant", "decay", "oscillation")  # the simplest first
+UNITS = {
+    "amplitude": "logits",
+    "time_constant": "updates",
+    "period": "updates",
+    "phase": "rad",
+    "residual": "logits",
+}
+FEWEST_UPDATES = 8
+# Bounds of the search, in steps between updates or in lengths of the curve. Just below 2 steps a
+# period aliases, and at 2 the sine vanishes at every update.
+SHORTEST_PERIOD, LONGEST_PERIOD = 2.5, 4.0
+SHORTEST_TIME, LONGEST_TIME, N_TIMES = 0.5, 10.0, 16
+NEARLY = 0.999  # a fit that is this close to a bound has run into it
+
+
+@dataclass(frozen=True)
+class RelaxationFit:
+    """Result of `fit_relaxation`: the law that the mean gap over seeds follows.
+
+    A quantity that the model does not have is None. An infinite bound is one that the curve does
+    not set: there a fit ran into the end of the search.
+    """
+
+    model: str
+    """"oscillation", "decay" or "constant"."""
+    errors: dict[str, float]
+    """Leave-one-seed-out mean squared error of each model, in logits squared."""
+    amplitude: Interval | None
+    """A, logits at relaxation 0; positive for an oscillation, whose sign is in the phase."""
+    time_constant: Interval | None
+    """Updates in which what is transient falls to 1/e."""
+    period: Interval | None
+    """Updates from one crest to the next."""
+    phase: Interval | None
+    """In radians; its bounds may leave (-pi, pi], and the whole circle says nothing."""
+    residual: Interval
+    """c, logits: what stays for ever if the law goes on to hold."""
+    n: int
+    """Number of seeds."""
+    length: float
+    """Updates from the first to the last of the curve."""
+    residual_seen: bool
+    """Whether the curve is long enough to see `residual`; if not, its bounds are infinite.
+
+    In every fit, left-out seeds included, the time constant must go three times into the curve, or
+    the period twice.
+    """
+    seeds: pd.DataFrame = field(repr=False)
+    """The chosen model fitted to each seed's own curve: seed, the five quantities, r2."""
+
+    @property
+    def period_seen(self) -> bool:
+        """Whether the curve lasts a whole period, up to the upper bound of its interval."""
+        return self.period is not None and self.period.high <= self.length
+
+    def predict(self, t: Values | float) -> Array:
+        """The fitted mean gap, in logits, at these relaxations."""
+        found = [getattr(self, name) for name in UNITS]
+        parameters = np.array([math.nan if x is None else x.estimate for x in found])
+        return _curves(parameters[None], np.asarray(t, dtype=float).ravel())[0].reshape(np.shape(t))
+
+    def table(self) -> pd.DataFrame:
+        """One row a quantity: `quantity`, `unit`, `estimate`, `low`, `high`."""
+        found = {name: getattr(self, name) for name in UNITS}
+        return pd.DataFrame(
+            [
+                (name, UNITS[name], x.estimate, x.low, x.high)
+                for name, x in found.items()
+                if x is not None
+            ],
+            columns=["quantity", "unit", "estimate", "low", "high"],
+        )
+
+
+def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit:
+    """Fit the mean gap over seeds after the loop, and choose the law by prediction of new seeds.
+
+    The candidates are, with t the relaxation,
+
+        oscillation   g(t) = c + A exp(-t / tau) cos(2 pi t / T + phi)
+        decay         g(t) = c + A exp(-t / tau)
+        constant      g(t) = c
+
+    fitted by least squares: c, A cos(phi) and A sin(phi) are linear and solved for, tau and T
+    searched on a grid and refined (variable projection).
+
+    *Choice.* Each seed's curve is predicted by a fit to the mean of the others. The model with the
+    lowest mean squared error stands, unless a simpler one's error exceeds it by no more than one
+    standard error over seeds of the paired difference. In simulations of five seeds of noise alone,
+    that takes one in seven for a decay or an oscillation. An information criterion over updates
+    would be far more confident, and wrong: within a seed residuals are autocorrelated, and only
+    seeds are independent. An oscillation whose period runs into the end of the search, four lengths
+    of the curve, never turns back in view, as two decays in a row do, and is not admitted.
+
+    *Intervals.* Jackknife over seeds with Student's t at n - 1, centred on the fit to all; for
+    amplitude, time constant and period on the log scale, which cannot reach zero: whether there is
+    a transient at all is the choice's question. They take the chosen model as given. Where seeds
+    differ in period, their mean decays faster than each: compare `seeds`.
+
+    Args:
+        curve: `seed`, `relaxation` (updates, from 0 on, at least 8, the same for every seed), and
+            `gap` (logits); at least two seeds.
+        level: confidence level of the intervals.
+
+    Raises:
+        HysteresisError: a missing column, a value not finite, fewer than two seeds or 8 updates,
+            seeds measured at different relaxations, a first that is not 0, or a bad level.
+
+    Example:
+        >>> t = np.arange(101)
+        >>> gaps = {s: (s + 2) * np.exp(-t / 20) * np.cos(2 * np.pi * t / 40) for s in range(5)}
+        >>> wide = pd.DataFrame(gaps).rename_axis("relaxation")
+        >>> curve = wide.melt(var_name="seed", value_name="gap", ignore_index=False).reset_index()
+        >>> fit = fit_relaxation(curve)
+        >>> fit.model, round(fit.time_constant.estimate, 3), round(fit.period.estimate, 3)
+        ('oscillation', 20.0, 40.0)
+
+    Source: variable projection, Golub and Pereyra (1973), SIAM Journal on Numerical Analysis 10(2);
+    the one-standard-error rule, Breiman et al. (1984), Classification and Regression Trees, section
+    3.4.3; jackknife, Efron and Tibshirani (1993), An Introduction to the Bootstrap, chapter 11.
+    """
+    seeds, t, gaps = _checked(curve)
+    n, length = len(seeds), float(t[-1] - t[0])
+    mean_interval([0.0, 0.0], level=level)  # refuses a bad level before the work
+    others = (gaps.sum(axis=0) - gaps) / (n - 1)
+    fits = {model: _fit(t, np.vstack([gaps.mean(axis=0), others]), model) for model in MODELS}
+    by_seed = {m: ((gaps - _curves(fits[m][1:], t)) ** 2).mean(axis=1) for m in MODELS}
+    longest = _bounds(t, 2)[1, 1]
+    turns = fits["oscillation"][0, 2] < NEARLY * longest
+    model = _choose(by_seed if turns else {m: by_seed[m] for m in MODELS[:2]})
+    fit, own = fits[model], _fit(t, gaps, model)
+    scatter = ((gaps - gaps.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
+    left = ((gaps - _curves(own, t)) ** 2).sum(axis=1)
+    r2 = 1 - np.divide(left, scatter, out=np.full(n, math.nan), where=scatter > 0)
+    return RelaxationFit(
+        model=model,
+        errors={name: float(errors.mean()) for name, errors in by_seed.items()},
+        **_transient(fit, _bounds(t, MODELS.index(model)), level),
+        residual=_residual(fit, length, level),
+        n=n,
+        length=length,
+        residual_seen=_sees_residual(fit, length),
+        seeds=pd.DataFrame({"seed": seeds, **dict(zip(UNITS, own.T, strict=True)), "r2": r2}),
+    )
+
+
+def _checked(curve: pd.DataFrame) -> tuple[NDArray[Any], Array, Array]:
+    """Seeds, relaxations, and the gaps, one row a seed."""
+    missing = [name for name in ("seed", "relaxation", "gap") if name not in curve]
+    if missing:
+        raise HysteresisError(f"curve has no column {missing[0]}; it has {list(curve.columns)}")
+    twice = curve.duplicated(["seed", "relaxation"])
+    if twice.any():
+        seed, at = (curve.loc[twice, name].iloc[0] for name in ("seed", "relaxation"))
+        raise HysteresisError(f"seed {seed} has relaxation {at} twice")
+    wide = curve.pivot(index="seed", columns="relaxation", values="gap").sort_index(axis=1)
+    if len(wide) < 2:
+        raise HysteresisError(f"curve has n = {len(wide)} seeds, but intervals need at least two")
+    t, gaps = wide.columns.to_numpy(float), wide.to_numpy(float)
+    bad = np.argwhere(~np.isfinite(gaps))
+    if len(bad):
+        seed, at = wide.index[bad[0][0]], wide.columns[bad[0][1]]
+        raise HysteresisError(f"the gap of seed {seed} at relaxation {at} is missing or not finite")
+    if len(t) < FEWEST_UPDATES:
+        raise HysteresisError(f"curve has {len(t)} updates, but needs at least {FEWEST_UPDATES}")
+    if t[0] != 0 or not np.isfinite(t).all():
+        raise HysteresisError(
+            f"curve runs from relaxation {t[0]:g} to {t[-1]:g}, but must begin at 0, where "
+            "amplitude and phase are defined, and end at a finite one"
+        )
+    return wide.index.to_numpy(), t, gaps
+
+
+def _choose(by_seed: dict[str, Array]) -> str:
+    best = min(by_seed, key=lambda model: float(by_seed[model].mean()))
+    for model in by_seed:  # the simplest first
+        excess = by_seed[model] - by_seed[best]
+        if excess.mean() <= excess.std(ddof=1) / math.sqrt(len(excess)):
+            return model
+    return best
+
+
+def _basis(t: Array, scales: Array) -> Array:
+    """The linear columns at each (tau, T), (tau,) or () on the last axis of `scales`."""
+    columns = [np.ones((*scales.shape[:-1], len(t)))]
+    if scales.shape[-1] > 0:
+        columns.append(np.exp(-t / scales[..., :1]))
+    if scales.shape[-1] > 1:
+        angle = 2 * np.pi * t / scales[..., 1:]
+        columns = [columns[0], columns[1] * np.cos(angle), -columns[1] * np.sin(angle)]
+    return np.stack(columns, axis=-1)
+
+
+def _bounds(t: Array, n_scales: int) -> Array:
+    """Lowest and highest tau, and T, of the search; one column each."""
+    step, length = float(np.diff(t).min()), float(t[-1] - t[0])
+    bounds = [
+        [SHORTEST_TIME * step, SHORTEST_PERIOD * step],
+        [LONGEST_TIME * length, LONGEST_PERIOD * length],
+    ]
+    return np.array(bounds)[:, :n_scales]
+
+
+def _grid(t: Array, n_scales: int) -> list[Array]:
+    """Values of tau and T to start from, in a list of parts that are small enough to hold."""
+    low, high = _bounds(t, n_scales)
+    if n_scales == 0:
+        return [np.empty((1, 0))]
+    times = np.geomspace(low[0], high[0], N_TIMES)
+    if n_scales == 1:
+        return [times[:, None]]
+    # Even in frequency, a quarter of a turn over the whole curve apart, so that no peak is missed.
+    periods = 1 / np.arange(1 / high[1], 1 / low[1], 1 / high[1])
+    return [np.column_stack([np.full_like(periods, time), periods]) for time in times]
+
+
+def _fit(t: Array, curves: Array, model: str) -> Array:
+    """Least-squares parameters, in the order of `UNITS`, of each curve (one a row)."""
+    n_scales = MODELS.index(model)
+    explained, starts = [], []
+    for scales in _grid(t, n_scales):
+        orthonormal = np.linalg.qr(_basis(t, scales))[0]
+        projected = np.einsum("gtk,ct->gkc", orthonormal, curves, optimize=True)
+        explained.append((projected**2).sum(axis=1))
+        starts.append(scales)
+    best = np.concatenate(explained).argmax(axis=0)
+    starts_of = np.concatenate(starts)[best]
+    return np.array(
+        [_refined(t, curve, start) for curve, start in zip(curves, starts_of, strict=True)]
+    )
+
+
+def _refined(t: Array, curve: Array, start: Array) -> Array:
+    """Parameters of one curve, from the best point of the grid."""
+
+    def solved(logs: Array) -> tuple[Array, Array]:
+        basis = _basis(t, np.exp(logs))
+        linear = np.linalg.lstsq(basis, curve, rcond=None)[0]
+        return linear, (basis @ linear - curve) / scale
+
+    scale = float(np.abs(curve).max()) or 1.0
+    logs = np.log(start)
+    if len(start):
+        low, high = np.log(_bounds(t, len(start)))
+        logs = optimize.least_squares(
+            lambda x: solved(x)[1], logs.clip(low, high), bounds=(low, high), xtol=1e-10
+        ).x
+    c, *transient = solved(logs)[0].tolist()
+    tau, period = [*np.exp(logs).tolist(), math.nan, math.nan][:2]
+    if len(transient) == 2:
+        cosine, sine = transient
+        return np.array([math.hypot(cosine, sine), tau, period, math.atan2(sine, cosine), c])
+    return np.array([*(transient or [math.nan]), tau, period, math.nan, c])
+
+
+def _curves(parameters: Array, t: Array) -> Array:
+    """The curve of each row of parameters; what is NaN, the model does not have."""
+    amplitude, tau, period, phase, c = parameters.T[:, :, None]
+    wave = np.cos(2 * np.pi * t / period + phase)
+    transient = amplitude * np.exp(-t / tau) * np.where(np.isnan(period), 1.0, wave)
+    return np.asarray(c + np.where(np.isnan(tau), 0.0, transient))
+
+
+def _sees_residual(fit: Array, length: float) -> bool:
+    tau, period = fit[:, 1], fit[:, 2]
+    seen = np.isnan(tau) | (3 * tau <= length) | (2 * period <= length)  # NaN compares false
+    return bool(seen.all())
+
+
+def _residual(fit: Array, length: float, level: float) -> Interval:
+    x = _jackknife(fit[:, 4], level)
+    return x if _sees_residual(fit, length) else _with_bounds(x, -math.inf, math.inf)
+
+
+def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | None]:
+    """Of each quantity, from the fit to all seeds (first row) and those without one."""
+    found: dict[str, Interval | None] = dict.fromkeys(list(UNITS)[:4])
+    n_scales = bounds.shape[1]
+    if n_scales == 0:
+        return found
+    amplitude, phase, scales = fit[:, 0], fit[:, 3], fit[:, 1 : 1 + n_scales]
+    at_low = (scales <= bounds[0] / NEARLY).any(axis=0)
+    at_high = (scales >= bounds[1] * NEARLY).any(axis=0)
+    for i, name in enumerate(("time_constant", "period")[:n_scales]):
+        x = _exp(_jackknife(np.log(scales[:, i]), level))
+        found[name] = _with_bounds(
+            x, 0.0 if at_low[i] else x.low, math.inf if at_high[i] else x.high
+        )
+    # At the end of the search amplitude is traded against residual, and neither is determined.
+    sign = math.copysign(1.0, amplitude[0])
+    x = _exp(_jackknife(np.log(np.abs(amplitude)), level))
+    low, high = sorted([sign * x.low, sign * x.high])
+    if at_high.any() or (np.sign(amplitude) != sign).any():
+        low, high = 0.0 if n_scales == 2 else -math.inf, math.inf
+    found["amplitude"] = Interval(sign * x.estimate, low, high, level, x.method, x.n)
+    if n_scales == 2:
+        turned = phase[0] + np.angle(np.exp(1j * (phase - phase[0])))
+        x = _jackknife(turned, level)
+        half = math.pi if at_high.any() else min((x.high - x.low) / 2, math.pi)
+        found["phase"] = _with_bounds(x, x.estimate - half, x.estimate + half)
+    return found
+
+
+def _jackknife(values: Array, level: float) -> Interval:
+    """From the value for all seeds (first) and those without one."""
+    estimate, without = float(values[0]), values[1:]
+    n = len(without)
+    pseudo = mean_interval(n * estimate - (n - 1) * without, level=level)
+    half = (pseudo.high - pseudo.low) / 2
+    return Interval(estimate, estimate - half, estimate + half, level, "jackknife", n)
+
+
+def _exp(x: Interval) -> Interval:
+    with np.errstate(over="ignore"):
+        estimate, low, high = np.exp([x.estimate, x.low, x.high]).tolist()
+    return Interval(estimate, low, high, x.level, x.method, x.n)
+
+
+def _with_bounds(x: Interval, low: float, high: float) -> Interval:
+    return Interval(x.estimate, low, high, x.level, x.method, x.n)
