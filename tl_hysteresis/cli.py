@@ -6,7 +6,7 @@ Heavy modules are imported inside the commands, so that ``--help`` answers at on
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
@@ -17,6 +17,8 @@ import typer
 from tl_hysteresis.errors import HysteresisError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from tl_hysteresis.config import StudyConfig
     from tl_hysteresis.results import StudyResult
 
@@ -124,6 +126,17 @@ def resume(
 
 
 @app.command()
+def memory(folder: Folder) -> None:
+    """Ask a finished study what holds the memory: weights, optimizer state, hidden parts."""
+    from tl_hysteresis.findings import memory_summary
+    from tl_hysteresis.memory import examine_memory
+
+    with _resumable(folder, "memory"):
+        result = examine_memory(folder, progress=True)
+    _print_tables(memory_summary(result))
+
+
+@app.command()
 def show(
     folder: Folder,
     markdown: Annotated[
@@ -181,13 +194,13 @@ def _with_flags(
 
 
 @contextmanager
-def _resumable(folder: Path) -> Iterator[None]:
+def _resumable(folder: Path, command: str = "resume") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         begun = (folder / "manifest.json").exists()
         hint = (
-            f"; go on with: tl-hysteresis resume {quote(str(folder))}"
+            f"; go on with: tl-hysteresis {command} {quote(str(folder))}"
             if begun
             else " before the run began"
         )
@@ -197,22 +210,12 @@ def _resumable(folder: Path) -> Iterator[None]:
 
 def _print_study(result: StudyResult) -> None:
     """The warnings first, then each table with what it says."""
-    from pandas.api.types import is_numeric_dtype
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     from tl_hysteresis.summary import caveats, compare_with_paper, quick_mark, summary
 
     console = Console(markup=False, highlight=False)
-    for title, frame in summary(result).items():
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for column in frame.columns:
-            numeric = is_numeric_dtype(frame[column])
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for row in frame.astype(object).itertuples(index=False):
-            table.add_row(*(Text(_cell(value)) for value in row))
-        console.print(table)
+    _print_tables(summary(result))
     if result.folder.complete:
         console.print(f"Beside the paper{quick_mark(result)}", style="bold")
         for row in compare_with_paper(result).itertuples():
@@ -221,6 +224,24 @@ def _print_study(result: StudyResult) -> None:
     for warning in caveats(result):
         console.print(f"\nwarning: {warning}", style="bold red")
     print(f"\ntables and checkpoints: {result.folder.path}")
+
+
+def _print_tables(tables: Mapping[str, pd.DataFrame]) -> None:
+    """Each table under its title."""
+    from pandas.api.types import is_numeric_dtype
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(markup=False, highlight=False)
+    for title, frame in tables.items():
+        table = Table(title=title, title_justify="left", title_style="bold")
+        for column in frame.columns:
+            numeric = is_numeric_dtype(frame[column])
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for row in frame.astype(object).itertuples(index=False):
+            table.add_row(*(Text(_cell(value)) for value in row))
+        console.print(table)
 
 
 def _print_markdown(result: StudyResult) -> None:
