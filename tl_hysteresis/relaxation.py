@@ -7,7 +7,7 @@ period and time constant can be held against what the optimizer's settings predi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,19 +80,14 @@ class RelaxationFit:
         """The fitted mean gap, in logits, at these relaxations."""
         found = [getattr(self, name) for name in UNITS]
         parameters = np.array([math.nan if x is None else x.estimate for x in found])
-        return _curves(parameters[None], np.asarray(t, dtype=float).ravel())[0].reshape(np.shape(t))
+        at = np.asarray(t, dtype=float)
+        return np.asarray(_curves(parameters[None], at.ravel())[0].reshape(at.shape))
 
     def table(self) -> pd.DataFrame:
         """One row a quantity: `quantity`, `unit`, `estimate`, `low`, `high`."""
-        found = {name: getattr(self, name) for name in UNITS}
-        return pd.DataFrame(
-            [
-                (name, UNITS[name], x.estimate, x.low, x.high)
-                for name, x in found.items()
-                if x is not None
-            ],
-            columns=["quantity", "unit", "estimate", "low", "high"],
-        )
+        found = [(name, unit, getattr(self, name)) for name, unit in UNITS.items()]
+        rows = [(name, unit, x.estimate, x.low, x.high) for name, unit, x in found if x]
+        return pd.DataFrame(rows, columns=["quantity", "unit", "estimate", "low", "high"])
 
 
 def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit:
@@ -239,36 +234,30 @@ def _grid(t: Array, n_scales: int) -> list[Array]:
 
 def _fit(t: Array, curves: Array, model: str) -> Array:
     """Least-squares parameters, in the order of `UNITS`, of each curve (one a row)."""
-    n_scales = MODELS.index(model)
-    explained, starts = [], []
-    for scales in _grid(t, n_scales):
-        orthonormal = np.linalg.qr(_basis(t, scales))[0]
-        projected = np.einsum("gtk,ct->gkc", orthonormal, curves, optimize=True)
-        explained.append((projected**2).sum(axis=1))
-        starts.append(scales)
-    best = np.concatenate(explained).argmax(axis=0)
-    starts_of = np.concatenate(starts)[best]
-    return np.array(
-        [_refined(t, curve, start) for curve, start in zip(curves, starts_of, strict=True)]
-    )
+    grid = _grid(t, MODELS.index(model))
+    orthonormal = (np.linalg.qr(_basis(t, scales))[0] for scales in grid)
+    explained = [((curves @ q) ** 2).sum(axis=-1) for q in orthonormal]  # grid point by curve
+    starts = np.concatenate(grid)[np.concatenate(explained).argmax(axis=0)]
+    return np.array([_refined(t, *pair) for pair in zip(curves, starts, strict=True)])
 
 
 def _refined(t: Array, curve: Array, start: Array) -> Array:
     """Parameters of one curve, from the best point of the grid."""
 
-    def solved(logs: Array) -> tuple[Array, Array]:
-        basis = _basis(t, np.exp(logs))
-        linear = np.linalg.lstsq(basis, curve, rcond=None)[0]
-        return linear, (basis @ linear - curve) / scale
+    def linear(logs: Array) -> Array:
+        return np.asarray(np.linalg.lstsq(_basis(t, np.exp(logs)), curve, rcond=None)[0])
+
+    def residuals(logs: Array) -> Array:
+        return np.asarray((_basis(t, np.exp(logs)) @ linear(logs) - curve) / scale)
 
     scale = float(np.abs(curve).max()) or 1.0
     logs = np.log(start)
     if len(start):
         low, high = np.log(_bounds(t, len(start)))
         logs = optimize.least_squares(
-            lambda x: solved(x)[1], logs.clip(low, high), bounds=(low, high), xtol=1e-10
+            residuals, logs.clip(low, high), bounds=(low, high), xtol=1e-10
         ).x
-    c, *transient = solved(logs)[0].tolist()
+    c, *transient = linear(logs).tolist()
     tau, period = [*np.exp(logs).tolist(), math.nan, math.nan][:2]
     if len(transient) == 2:
         cosine, sine = transient
@@ -292,7 +281,7 @@ def _sees_residual(fit: Array, length: float) -> bool:
 
 def _residual(fit: Array, length: float, level: float) -> Interval:
     x = _jackknife(fit[:, 4], level)
-    return x if _sees_residual(fit, length) else _with_bounds(x, -math.inf, math.inf)
+    return x if _sees_residual(fit, length) else replace(x, low=-math.inf, high=math.inf)
 
 
 def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | None]:
@@ -306,8 +295,8 @@ def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | 
     at_high = (scales >= bounds[1] * NEARLY).any(axis=0)
     for i, name in enumerate(("time_constant", "period")[:n_scales]):
         x = _exp(_jackknife(np.log(scales[:, i]), level))
-        found[name] = _with_bounds(
-            x, 0.0 if at_low[i] else x.low, math.inf if at_high[i] else x.high
+        found[name] = replace(
+            x, low=0.0 if at_low[i] else x.low, high=math.inf if at_high[i] else x.high
         )
     # At the end of the search amplitude is traded against residual, and neither is determined.
     sign = math.copysign(1.0, amplitude[0])
@@ -315,12 +304,12 @@ def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | 
     low, high = sorted([sign * x.low, sign * x.high])
     if at_high.any() or (np.sign(amplitude) != sign).any():
         low, high = 0.0 if n_scales == 2 else -math.inf, math.inf
-    found["amplitude"] = Interval(sign * x.estimate, low, high, level, x.method, x.n)
+    found["amplitude"] = replace(x, estimate=sign * x.estimate, low=low, high=high)
     if n_scales == 2:
         turned = phase[0] + np.angle(np.exp(1j * (phase - phase[0])))
         x = _jackknife(turned, level)
         half = math.pi if at_high.any() else min((x.high - x.low) / 2, math.pi)
-        found["phase"] = _with_bounds(x, x.estimate - half, x.estimate + half)
+        found["phase"] = replace(x, low=x.estimate - half, high=x.estimate + half)
     return found
 
 
@@ -336,8 +325,4 @@ def _jackknife(values: Array, level: float) -> Interval:
 def _exp(x: Interval) -> Interval:
     with np.errstate(over="ignore"):
         estimate, low, high = np.exp([x.estimate, x.low, x.high]).tolist()
-    return Interval(estimate, low, high, x.level, x.method, x.n)
-
-
-def _with_bounds(x: Interval, low: float, high: float) -> Interval:
-    return Interval(x.estimate, low, high, x.level, x.method, x.n)
+    return replace(x, estimate=estimate, low=low, high=high)
