@@ -127,7 +127,9 @@ class TestCrossing:
         ):
             which = cells.index[cells["state"] == f"{reset}_reset"].tolist()
             assert not population.state[reset][which].any()
-            assert torch.equal(population.state[kept][which], anchors.state[kept][[0, 0, 1, 1, 2, 2]])
+            assert torch.equal(
+                population.state[kept][which], anchors.state[kept][[0, 0, 1, 1, 2, 2]]
+            )
             assert set(population.state["step"][which].tolist()) == {ages[0]}
             assert set(population.state["second_step"][which].tolist()) == {ages[1]}
 
@@ -143,9 +145,7 @@ class TestExperiments:
     ) -> None:
         cells = examined.study.table("crossing")
         own = cells[cells["weights"] == cells["state"]].rename(columns={"weights": "branch"})
-        both = own.merge(
-            examined.study.table("relaxation"), on=["seed", "branch", "relaxation"]
-        )
+        both = own.merge(examined.study.table("relaxation"), on=["seed", "branch", "relaxation"])
         assert sorted(both["relaxation"].unique()) == [0, 2, 4, 6, 8, 10]
         np.testing.assert_allclose(both["margin_x"], both["margin_y"], atol=1e-4)
 
