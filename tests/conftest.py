@@ -41,6 +41,7 @@ install_import_hook(
             "study",
             "memory",
             "traces",
+            "findings",
         )
     ],
     "beartype.beartype",

@@ -53,7 +53,8 @@ MAY_IMPORT = {
         *("comparison", "config", "errors", "models", "results", "routes", "schedules", "sites"),
         *("stages", "store", "study", "tasks", "traces", "training"),
     },
-    "cli": {"config", "errors", "results", "store", "study", "summary"},
+    "findings": {"quasistatic", "relaxation", "results", "statistics", "summary", "traces"},
+    "cli": {"findings", "memory", "config", "errors", "results", "store", "study", "summary"},
     "__init__": set(),
     "__main__": {"cli"},
 }

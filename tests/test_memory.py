@@ -2,8 +2,10 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import command, results_in, tiny_config
@@ -57,7 +59,7 @@ def trained(optimizer: OptimizerConfig) -> Population:
     return anchors
 
 
-def crossed_margins(branches: Population, anchors: Population, updates: int):  # type: ignore[no-untyped-def]
+def crossed_margins(branches: Population, anchors: Population, updates: int) -> pd.DataFrame:
     """Margins of every cell after it has relaxed."""
     population, cells = cross_memory(branches, anchors)
     plan = constant_plan(updates, 0.5, stream="relaxation")
@@ -72,7 +74,7 @@ def crossed_margins(branches: Population, anchors: Population, updates: int):  #
     return cells.assign(seed=seeds, relaxation=updates, margin=margins)
 
 
-def effect(table, name: str):  # type: ignore[no-untyped-def]
+def effect(table: pd.DataFrame, name: str) -> "pd.Series[Any]":
     return table[table["effect"] == name].iloc[0]
 
 
@@ -151,7 +153,7 @@ class TestExperiments:
 
     def test_before_any_update_the_state_has_no_effect(self, examined: MemoryResult) -> None:
         effects = examined.effects().query("relaxation == 0").set_index("effect")
-        assert effects.loc["state", "estimate"] == effects.loc["interaction", "estimate"] == 0.0
+        assert (effects.loc[["state", "interaction"], "estimate"] == 0.0).all()
         gaps = examined.study.gaps().set_index("relaxation")
         assert effects.loc["weights", "estimate"] == pytest.approx(gaps.loc[0, "gap"])
 

@@ -18,6 +18,8 @@ from .config import ScheduleConfig as ScheduleConfig
 from .config import SGDConfig as SGDConfig
 from .config import StudyConfig as StudyConfig
 from .errors import HysteresisError as HysteresisError
+from .findings import findings as findings
+from .findings import paragraph as paragraph
 from .interventions import intervene as intervene
 from .interventions import overwrite as overwrite
 from .interventions import patch_activations as patch_activations

@@ -259,7 +259,7 @@ def _limits(quasi: QuasiStatic) -> list[Row]:
     return [*rows, (part, quasi.verdict, "", math.nan, math.nan, math.nan, quasi.n, "verdict")]
 
 
-def _standing(row: dict[str, Any], quasi: QuasiStatic) -> str:
+def _standing(row: Any, quasi: QuasiStatic) -> str:
     if row["equivalent"]:
         return f"within ±{quasi.margin:g}"
     beyond = row["low"] > quasi.margin or row["high"] < -quasi.margin
@@ -311,11 +311,7 @@ def _say_where(memory: MemoryResult) -> str:
     effects = memory.effects()
     rows = effects[effects["relaxation"] == at].set_index("effect")
     shares = {name: rows.loc[name] for name in ("state", "weights", "interaction")}
-    sides = {
-        name: int(row["low"] > 0) - int(row["high"] < 0)
-        for name, row in shares.items()
-        if name != "interaction"
-    }
+    sides = {name: _side(shares[name]) for name in HOLDERS}
     held = [f"the {names}" for key, names in HOLDERS.items() if sides[key]]
     told = (
         f"With weights and optimizer state exchanged between the branches at the loop's end, the "
@@ -347,7 +343,7 @@ def _say_hidden(memory: MemoryResult) -> str:
     differing = [
         f"{row['quantity']} {_bounds(row)}"
         for row in relaxed.to_dict("records")
-        if (row["low"] > 0 or row["high"] < 0) and row["null_p"] < 0.05
+        if _side(row) and row["null_p"] < 0.05
     ]
     last = memory.study.config.relaxation.measure_at[-1]
     told = f"After {last} updates " + (
@@ -374,6 +370,10 @@ def _say_hysteresis(quasi: QuasiStatic) -> str:
     )
 
 
+def _side(row: Any) -> int:
+    return int(row["low"] > 0) - int(row["high"] < 0)
+
+
 def _bounds(row: Any) -> str:
     return f"{row['estimate']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
 
@@ -382,5 +382,5 @@ def _span(interval: Any) -> str:
     return f"{interval.estimate:.1f} [{interval.low:.1f}, {interval.high:.1f}]"
 
 
-def _number(row: dict[str, Any]) -> str:
+def _number(row: Any) -> str:
     return f"{row['estimate']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"

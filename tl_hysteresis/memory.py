@@ -34,6 +34,9 @@ from tl_hysteresis.training import OptimizerState, Population, initial_state
 SNAPSHOTS = 8
 """Directions of the anchor's own drift: as many snapshots of it as it is trained on."""
 
+Loop = tuple[int, Plan, dict[str, str | int]]
+"""Whose loop, along which plan, and its names in tables."""
+
 NO_EFFECT = "b_K"
 """A key's bias shifts all scores of a query alike: its gradient is rounding error, and so are its
 steps. It is left out of distances between weights."""
@@ -194,8 +197,8 @@ class Memory:
         population, cells = cross_memory(self.branches, self.anchors)
         plan = self.study.constant("relaxation", self.updates)
         members = [
-            Member(self.seeds[cell.index], plan, {"weights": cell.weights, "state": cell.state})
-            for cell in cells.itertuples(index=False)
+            Member(self.seeds[int(index)], plan, {"weights": str(weights), "state": str(state)})
+            for index, weights, state in cells.itertuples(index=False)
         ]
         self._relax("crossing", population, members)
 
@@ -208,7 +211,7 @@ class Memory:
             for seed, order in product(self.seeds, range(self.settings.shuffled))
         }
         self._loop("shuffled", [(seed, plan, {"order": k}) for (seed, k), plan in plans.items()])
-        replicates = [
+        replicates: list[Loop] = [
             (seed, plan, {"replicate": replicate, "branch": branch})
             for replicate in range(self.settings.replicates)
             for branches in [loop_plans(self.config, stream=f"loop/replicate {replicate}")]
@@ -266,7 +269,7 @@ class Memory:
             may_diverge=True,
         )
 
-    def _loop(self, stage: str, loops: Sequence[tuple[int, Plan, dict[str, str | int]]]) -> None:
+    def _loop(self, stage: str, loops: Sequence[Loop]) -> None:
         """Send copies of the anchors through loops, and relax them as the branches were."""
         population = self.anchors.fork([self.seeds.index(seed) for seed, _, _ in loops])
         members = [Member(*loop) for loop in loops]

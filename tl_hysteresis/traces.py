@@ -126,7 +126,7 @@ class MemoryResult:
             sizes = gaps.abs()
             changes = np.flatnonzero(np.diff(np.sign(gaps.to_numpy())) != 0)
             beside = sizes.iloc[changes[0] : changes[0] + 2] if len(changes) else sizes
-            at = int(beside.idxmin())
+            at = int(beside.index[int(beside.to_numpy().argmin())])
             following = gaps[(gaps.index > at) & (gaps.index <= at + AFTER)]
             sign = float(np.sign(gaps.iloc[0]))
             rows.append((seed, at, gaps[at], sign * following.mean(), bool(len(changes))))
