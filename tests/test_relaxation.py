@@ -182,6 +182,14 @@ def test_unit_and_order_of_seeds_do_not_matter() -> None:
     assert thousandth.period.high == pytest.approx(fit.period.high, rel=1e-4)
 
 
+def test_a_large_offset_hides_nothing() -> None:
+    gaps = SIZES[:, None] * heavy_ball(0.9, 0.05)
+    small, offset = fit_relaxation(tidy(gaps)), fit_relaxation(tidy(gaps + 1e6))
+    assert estimates(offset) | {"residual": 0.0} == pytest.approx(
+        estimates(small) | {"residual": 0.0}, rel=1e-5
+    )
+
+
 def test_records_are_frozen() -> None:
     fit = fit_relaxation(tidy(np.ones((2, 8))))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -108,8 +108,12 @@ class QuasiStatic:
             rates = self.rates[self.rates["measure"] == name].to_dict("records")
             limits = self.limits[self.limits["measure"] == name].to_dict("records")
             line, quadratic, slowest, continued = limits
-            told = rates if self.verdict == UNDECIDED and line["gone"] else [rates[0], rates[-1]]
-            found += [self._sentence(f"{name} at dwell {row['dwell']:g}", row) for row in told]
+            clearest = max(rates, key=lambda row: (row["present"], abs(row["estimate"])))
+            told = [rates[0], clearest, {**slowest, "dwell": rates[-1]["dwell"]}]
+            if self.verdict == UNDECIDED and line["gone"]:
+                told[1:2] = rates[1:-1]
+            by_dwell = {row["dwell"]: row for row in told}
+            found += [self._sentence(f"{name} at dwell {at:g}", by_dwell[at]) for at in by_dwell]
             found.append(self._sentence(f"{name} at rate zero", line))
             asked = [line, slowest]
             if {self._where(row) for row in asked} == {"beyond"}:
@@ -134,13 +138,9 @@ class QuasiStatic:
         if where != "neither":
             return f"{said}, {where} ±{self.margin:g}."
         needed = row["seeds_needed"]
-        do = (
-            f"about {needed:.0f} seeds would do" if needed < math.inf else "seeds alone will not do"
-        )
-        return (
-            f"{said}, neither within nor beyond ±{self.margin:g}: too wide with {self.n} seeds; "
-            f"{do}."
-        )
+        seeds = f"about {needed:.0f}" if needed < math.inf else f"not even {MOST_SEEDS}"
+        where = f"neither within nor beyond ±{self.margin:g}"
+        return f"{said}, {where}: too wide with {self.n} seeds; {seeds} would do."
 
 
 def quasi_static(
@@ -211,8 +211,7 @@ def quasi_static(
             sides = {math.copysign(1.0, part["estimate"]) for part in parts}
             stays = all(part["present"] for part in parts) and len(sides) == 1
             gone = x["equivalent"] and judged["slowest"]["equivalent"]
-            row = {"measure": name, "method": method, **x, "stays": stays, "gone": gone}
-            limits.append(row)
+            limits.append({"measure": name, "method": method, **x, "stays": stays, "gone": gone})
     by_rate, by_method = pd.DataFrame(rates), pd.DataFrame(limits).drop(columns="present")
     verdict = _verdict(by_rate, by_method[by_method["method"] == "linear"])
     return QuasiStatic(verdict, margin, level, n, by_rate, by_method)
@@ -295,12 +294,9 @@ def _check(frame: pd.DataFrame, what: str, keys: list[str], values: list[str]) -
         raise HysteresisError(f"{what} has no column {missing[0]}; it has {list(frame.columns)}")
     if frame.empty:
         raise HysteresisError(f"{what} has no rows")
-    for name in values:
-        bad = ~np.isfinite(frame[name].to_numpy(float))
+    faults = {f"a {name} that is not finite": ~np.isfinite(frame[name]) for name in values}
+    for fault, bad in {**faults, "a second row": frame.duplicated(keys)}.items():
         if bad.any():
-            where = ", ".join(f"{key} {frame[key].iloc[int(bad.argmax())]}" for key in keys)
-            raise HysteresisError(f"{what} has a {name} that is not finite, at {where}")
-    twice = frame.duplicated(keys).to_numpy()
-    if twice.any():
-        where = ", ".join(f"{key} {frame[key].iloc[int(twice.argmax())]}" for key in keys)
-        raise HysteresisError(f"{what} has two rows at {where}")
+            row = frame[bad.to_numpy()].iloc[0]
+            where = ", ".join(f"{key} {row[key]}" for key in keys)
+            raise HysteresisError(f"{what} has {fault}, at {where}")
