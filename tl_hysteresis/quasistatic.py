@@ -150,8 +150,8 @@ def quasi_static(
 
     Each measure is carried to rate zero, seed by seed: the intercept of a least-squares line on the
     rate, 1 / dwell, over the slowest half of the dwells (at least three). A line suits what falls
-    as the rate does; what falls exponentially in dwell is flat there, and its intercept comes out
-    too low, beyond zero if the dwells are short. So the slowest dwell itself must agree always.
+    as the rate does. What falls exponentially in dwell is flat near zero, and its intercept too
+    low, even of the other sign; so the slowest dwell itself must agree always.
 
     For each measure, with intervals over seeds:
 
@@ -162,7 +162,7 @@ def quasi_static(
       did over the slowest half: a line on log dwell, since what falls as a power of the dwell
       deceives a line on the rate. Bonferroni over measures.
     - *gone*: intercept and slowest rate are both equivalent to zero (two one-sided tests; all must
-      pass, so that nothing needs correcting).
+      pass, so nothing needs correcting).
 
     The verdict is "persistent hysteresis" where any measure stays; "finite-rate path dependence"
     where all are gone and one is present at some rate; "no memory found" where all are gone and
@@ -213,11 +213,11 @@ def quasi_static(
             gone = x["equivalent"] and judged["slowest"]["equivalent"]
             limits.append({"measure": name, "method": method, **x, "stays": stays, "gone": gone})
     by_rate, by_method = pd.DataFrame(rates), pd.DataFrame(limits).drop(columns="present")
-    verdict = _verdict(by_rate, by_method[by_method["method"] == "linear"])
-    return QuasiStatic(verdict, margin, level, n, by_rate, by_method)
+    return QuasiStatic(_verdict(by_rate, by_method), margin, level, n, by_rate, by_method)
 
 
-def _verdict(rates: pd.DataFrame, line: pd.DataFrame) -> str:
+def _verdict(rates: pd.DataFrame, limits: pd.DataFrame) -> str:
+    line = limits[limits["method"] == "linear"]
     if line["stays"].any():
         return PERSISTENT
     if line["gone"].all() and rates["present"].any():
@@ -248,8 +248,7 @@ def _judge(values: Array, margin: float, level: float, *, n_claims: int) -> dict
 
 def _intercepts(dwells: Array, y: Array, *, degree: int) -> Array:
     """Each seed's value at rate zero, by least squares on powers of the rate."""
-    rates = dwells.min() / dwells
-    powers = np.vander(rates, degree + 1, increasing=True)
+    powers = np.vander(dwells.min() / dwells, degree + 1, increasing=True)
     return np.asarray(np.linalg.lstsq(powers, y.T, rcond=None)[0][0])
 
 
@@ -276,14 +275,12 @@ def _checked(table: pd.DataFrame, least_span: float) -> dict[str, pd.DataFrame]:
             f"table has {len(dwells)} dwells, but a line on the rate needs at least {FEWEST_DWELLS}"
         )
     if not 0 < dwells[0] <= dwells[-1] < math.inf:
-        raise HysteresisError(
-            f"the dwells run from {dwells[0]:g} to {dwells[-1]:g}, but must be positive and finite"
-        )
+        ends = f"{dwells[0]:g} to {dwells[-1]:g}"
+        raise HysteresisError(f"the dwells run from {ends}, but must be positive and finite")
     if not dwells[-1] / dwells[0] >= least_span:
         raise HysteresisError(
             f"the dwells {dwells[0]:g} to {dwells[-1]:g} span a factor of "
-            f"{dwells[-1] / dwells[0]:.3g}, but rate zero is too far from them unless it is at "
-            f"least {least_span:g}; least_span can be lowered"
+            f"{dwells[-1] / dwells[0]:.3g}, but to reach rate zero least_span asks {least_span:g}"
         )
     return wide
 

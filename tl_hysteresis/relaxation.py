@@ -23,7 +23,6 @@ Array = NDArray[np.float64]
 MODELS = ("constant", "decay", "oscillation")  # the simplest first
 QUANTITIES = ("amplitude", "time_constant", "period", "phase", "residual")
 UNITS = ("logits", "updates", "updates", "rad", "logits")
-FEWEST_UPDATES = 8
 # Bounds of the search, in steps between updates or in lengths of the curve. Just below 2 steps a
 # period aliases, and at 2 the sine vanishes at every update.
 SHORTEST_PERIOD, LONGEST_PERIOD = 2.5, 4.0
@@ -50,7 +49,7 @@ class RelaxationFit:
     period: Interval | None
     """Updates from one crest to the next."""
     phase: Interval | None
-    """In radians; its bounds may leave (-pi, pi], and the whole circle says nothing."""
+    """Radians; bounds may leave (-pi, pi], and a whole circle says nothing."""
     residual: Interval
     """c, logits: what stays for ever if the law goes on to hold."""
     n: int
@@ -104,10 +103,10 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
     seeds are independent. An oscillation whose period runs into the end of the search, four lengths
     of the curve, never turns back in view, as two decays in a row do, and is not admitted.
 
-    *Intervals.* Jackknife over seeds with Student's t at n - 1, centred on the fit to all; for
-    amplitude, time constant and period on the log scale, which cannot reach zero: whether there is
-    a transient at all is the choice's question. They take the chosen model as given. Where seeds
-    differ in period, their mean decays faster than each: compare `seeds`.
+    *Intervals.* Jackknife over seeds with Student's t at n - 1, given the model, centred on the fit
+    to all; for amplitude, time constant and period on the log scale, which never reaches zero:
+    whether there is a transient is for the choice. Where seeds differ in period, their mean decays
+    faster than each: compare `seeds`.
 
     Args:
         curve: `seed`, `relaxation` (updates, from 0 on, at least 8, the same for every seed), and
@@ -121,9 +120,8 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
     Example:
         >>> t = np.arange(101)
         >>> gaps = {s: (s + 2) * np.exp(-t / 20) * np.cos(2 * np.pi * t / 40) for s in range(5)}
-        >>> wide = pd.DataFrame(gaps).rename_axis("relaxation")
-        >>> curve = wide.melt(var_name="seed", value_name="gap", ignore_index=False).reset_index()
-        >>> fit = fit_relaxation(curve)
+        >>> wide = pd.DataFrame(gaps).rename_axis(index="relaxation", columns="seed")
+        >>> fit = fit_relaxation(wide.unstack().rename("gap").reset_index())
         >>> fit.model, round(fit.time_constant.estimate, 3), round(fit.period.estimate, 3)
         ('oscillation', 20.0, 40.0)
 
@@ -143,8 +141,8 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
     tau, period = fit[:, 1], fit[:, 2]  # NaN where the model has none, which compares false
     seen = bool((np.isnan(tau) | (3 * tau <= length) | (2 * period <= length)).all())
     residual = _jackknife(fit[:, 4], level)
-    left, variance = ((gaps - _curves(own, t)) ** 2).mean(axis=1), gaps.var(axis=1)
-    r2 = 1 - np.divide(left, variance, out=np.full(n, math.nan), where=variance > 0)
+    left, total = ((gaps - _curves(own, t)) ** 2).mean(axis=1), gaps.var(axis=1)
+    r2 = 1 - left / np.where(total > 0, total, math.nan)
     return RelaxationFit(
         model=model,
         errors={name: float(errors.mean()) for name, errors in by_seed.items()},
@@ -167,28 +165,27 @@ def _checked(curve: pd.DataFrame) -> tuple[NDArray[Any], Array, Array]:
         seed, at = (curve.loc[twice, name].iloc[0] for name in ("seed", "relaxation"))
         raise HysteresisError(f"seed {seed} has relaxation {at} twice")
     wide = curve.pivot(index="seed", columns="relaxation", values="gap").sort_index(axis=1)
-    if len(wide) < 2:
-        raise HysteresisError(f"curve has n = {len(wide)} seeds, but intervals need at least two")
+    if len(wide) < 2 or wide.shape[1] < 8:
+        raise HysteresisError(
+            f"curve has {len(wide)} seeds at {wide.shape[1]} relaxations, but needs at least 2 at 8"
+        )
     t, gaps = wide.columns.to_numpy(float), wide.to_numpy(float)
     bad = np.argwhere(~np.isfinite(gaps))
     if len(bad):
         seed, at = wide.index[bad[0][0]], wide.columns[bad[0][1]]
         raise HysteresisError(f"the gap of seed {seed} at relaxation {at} is missing or not finite")
-    if len(t) < FEWEST_UPDATES:
-        raise HysteresisError(f"curve has {len(t)} updates, but needs at least {FEWEST_UPDATES}")
     if t[0] != 0 or not np.isfinite(t).all():
-        ends = f"from relaxation {t[0]:g} to {t[-1]:g}"
-        raise HysteresisError(f"curve runs {ends}, but must begin at 0 and end at a finite one")
+        raise HysteresisError(
+            f"relaxation runs from {t[0]:g} to {t[-1]:g}, but must begin at 0 and stay finite"
+        )
     return wide.index.to_numpy(), t, gaps
 
 
 def _choose(by_seed: dict[str, Array]) -> str:
-    best = min(by_seed, key=lambda model: float(by_seed[model].mean()))
-    for model in by_seed:  # the simplest first
-        excess = by_seed[model] - by_seed[best]
-        if excess.mean() <= excess.std(ddof=1) / math.sqrt(len(excess)):
-            return model
-    return best
+    """The simplest, which comes first, that is no worse than the best by a standard error."""
+    best = min(by_seed.values(), key=lambda errors: float(errors.mean()))
+    excess = {model: errors - best for model, errors in by_seed.items()}
+    return next(m for m, x in excess.items() if x.mean() <= x.std(ddof=1) / math.sqrt(len(x)))
 
 
 def _basis(t: Array, scales: Array) -> Array:
@@ -237,19 +234,15 @@ def _refined(t: Array, curve: Array, start: Array) -> Array:
     """Parameters of one curve, from the best point of the grid."""
     scale = float(np.ptp(curve)) or 1.0
 
-    def linear(basis: Array) -> Array:
-        return np.asarray(np.linalg.lstsq(basis, curve, rcond=None)[0])
-
     def residuals(logs: Array) -> Array:
         basis = _basis(t, np.exp(logs))
-        return np.asarray((basis @ linear(basis) - curve) / scale)
+        return np.asarray(basis @ np.linalg.lstsq(basis, curve, rcond=None)[0] - curve) / scale
 
     logs = np.log(start)
     if len(start):
         low, high = np.log(_bounds(t, len(start)))
-        logs = logs.clip(low, high)
-        logs = optimize.least_squares(residuals, logs, bounds=(low, high), xtol=1e-10).x
-    c, *transient = linear(_basis(t, np.exp(logs))).tolist()
+        logs = optimize.least_squares(residuals, logs.clip(low, high), bounds=(low, high)).x
+    c, *transient = np.linalg.lstsq(_basis(t, np.exp(logs)), curve, rcond=None)[0].tolist()
     tau, period = [*np.exp(logs).tolist(), math.nan, math.nan][:2]
     if len(transient) == 2:
         cosine, sine = transient
