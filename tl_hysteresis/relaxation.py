@@ -125,13 +125,11 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
         >>> fit.model, round(fit.time_constant.estimate, 3), round(fit.period.estimate, 3)
         ('oscillation', 20.0, 40.0)
 
-    Source: variable projection, Golub and Pereyra (1973), SIAM Journal on Numerical Analysis 10(2);
-    the one-standard-error rule, Breiman et al. (1984), Classification and Regression Trees, section
-    3.4.3; jackknife, Efron and Tibshirani (1993), An Introduction to the Bootstrap, chapter 11.
+    Source: variable projection, Golub and Pereyra (1973), SIAM J. Numer. Anal. 10(2); one standard
+    error, Breiman et al. (1984), CART, section 3.4.3; jackknife, Efron and Tibshirani (1993).
     """
     seeds, t, gaps = _checked(curve)
     n, length = len(seeds), float(t[-1] - t[0])
-    mean_interval([0.0, 0.0], level=level)  # refuses a bad level before the work
     others = (gaps.sum(axis=0) - gaps) / (n - 1)
     fits = {model: _fit(t, np.vstack([gaps.mean(axis=0), others]), model) for model in MODELS}
     by_seed = {m: ((gaps - _curves(fits[m][1:], t)) ** 2).mean(axis=1) for m in MODELS}
