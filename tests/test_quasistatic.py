@@ -228,7 +228,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: quasi_static(GOOD.iloc[:0], margin=0.1), "table has no rows"),
     (lambda: quasi_static(GOOD.iloc[:-1], margin=0.1), "no row for seed 3 at dwell 320"),
     (lambda: quasi_static(GOOD.assign(gap=math.nan), margin=0.1), "gap that is not finite, at s"),
-    (lambda: quasi_static(pd.concat([GOOD, GOOD]), margin=0.1), "two rows at seed 0, dwell 5"),
+    (lambda: quasi_static(pd.concat([GOOD, GOOD]), margin=0.1), "a second row, at seed 0"),
     (lambda: quasi_static(GOOD[GOOD["seed"] < 2], margin=0.1), "too few seeds: table has n = 2"),
     (lambda: quasi_static(GOOD[GOOD["dwell"].isin([5, 320])], margin=0.1), "2 dwells, but a line"),
     (lambda: quasi_static(GOOD[GOOD["dwell"] < 99], margin=0.1), "5 to 80 span a factor of 16"),
@@ -239,7 +239,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: loop_area(LOOP.assign(margin=math.inf)), "margin that is not finite, at seed 0, bran"),
     (lambda: loop_area(LOOP.iloc[:-1]), "seed 0, below, runs from control 0 to 1: it is not close"),
     (lambda: loop_area(LOOP.assign(control=0.5)), "stays at control 0.5: there is no loop"),
-    (lambda: loop_area(pd.concat([LOOP, LOOP])), "two rows at seed 0, branch below, update 0"),
+    (lambda: loop_area(pd.concat([LOOP, LOOP])), "second row, at seed 0, branch below, update 0"),
 ]
 
 

@@ -182,6 +182,14 @@ def test_unit_and_order_of_seeds_do_not_matter() -> None:
     assert thousandth.period.high == pytest.approx(fit.period.high, rel=1e-4)
 
 
+def test_a_large_offset_hides_nothing() -> None:
+    gaps = SIZES[:, None] * heavy_ball(0.9, 0.05)
+    small, offset = fit_relaxation(tidy(gaps)), fit_relaxation(tidy(gaps + 1e6))
+    assert estimates(offset) | {"residual": 0.0} == pytest.approx(
+        estimates(small) | {"residual": 0.0}, rel=1e-5
+    )
+
+
 def test_records_are_frozen() -> None:
     fit = fit_relaxation(tidy(np.ones((2, 8))))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -191,12 +199,21 @@ def test_records_are_frozen() -> None:
 GOOD = tidy(np.outer([1.0, 2.0], np.exp(-np.arange(20.0) / 5)))
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: fit_relaxation(GOOD.drop(columns="gap")), "no column gap"),
-    (lambda: fit_relaxation(GOOD[GOOD["seed"] == 0]), "n = 1 seeds, but intervals need at least"),
+    (
+        lambda: fit_relaxation(GOOD[GOOD["seed"] == 0]),
+        "curve has 1 seeds at 20 relaxations, but needs",
+    ),
     (lambda: fit_relaxation(GOOD.iloc[:-1]), "seed 1 at relaxation 19 is missing or not finite"),
     (lambda: fit_relaxation(GOOD.assign(gap=math.inf)), "missing or not finite"),
     (lambda: fit_relaxation(pd.concat([GOOD, GOOD])), "seed 0 has relaxation 0 twice"),
-    (lambda: fit_relaxation(GOOD[GOOD["relaxation"] < 7]), "7 updates, but needs at least 8"),
-    (lambda: fit_relaxation(GOOD[GOOD["relaxation"] > 2]), "from relaxation 3 to 19, but must"),
+    (
+        lambda: fit_relaxation(GOOD[GOOD["relaxation"] < 7]),
+        "2 seeds at 7 relaxations, but needs at least 2 at 8",
+    ),
+    (
+        lambda: fit_relaxation(GOOD[GOOD["relaxation"] > 2]),
+        "runs from 3 to 19, but must begin at 0",
+    ),
     (lambda: fit_relaxation(GOOD, level=95.0), "level is 95.0"),
 ]
 

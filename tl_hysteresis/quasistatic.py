@@ -108,8 +108,12 @@ class QuasiStatic:
             rates = self.rates[self.rates["measure"] == name].to_dict("records")
             limits = self.limits[self.limits["measure"] == name].to_dict("records")
             line, quadratic, slowest, continued = limits
-            told = rates if self.verdict == UNDECIDED and line["gone"] else [rates[0], rates[-1]]
-            found += [self._sentence(f"{name} at dwell {row['dwell']:g}", row) for row in told]
+            clearest = max(rates, key=lambda row: (row["present"], abs(row["estimate"])))
+            told = [rates[0], clearest, {**slowest, "dwell": rates[-1]["dwell"]}]
+            if self.verdict == UNDECIDED and line["gone"]:
+                told[1:2] = rates[1:-1]
+            by_dwell = {row["dwell"]: row for row in told}
+            found += [self._sentence(f"{name} at dwell {at:g}", by_dwell[at]) for at in by_dwell]
             found.append(self._sentence(f"{name} at rate zero", line))
             asked = [line, slowest]
             if {self._where(row) for row in asked} == {"beyond"}:
@@ -134,13 +138,9 @@ class QuasiStatic:
         if where != "neither":
             return f"{said}, {where} ±{self.margin:g}."
         needed = row["seeds_needed"]
-        do = (
-            f"about {needed:.0f} seeds would do" if needed < math.inf else "seeds alone will not do"
-        )
-        return (
-            f"{said}, neither within nor beyond ±{self.margin:g}: too wide with {self.n} seeds; "
-            f"{do}."
-        )
+        seeds = f"about {needed:.0f}" if needed < math.inf else f"not even {MOST_SEEDS}"
+        where = f"neither within nor beyond ±{self.margin:g}"
+        return f"{said}, {where}: too wide with {self.n} seeds; {seeds} would do."
 
 
 def quasi_static(
@@ -150,8 +150,8 @@ def quasi_static(
 
     Each measure is carried to rate zero, seed by seed: the intercept of a least-squares line on the
     rate, 1 / dwell, over the slowest half of the dwells (at least three). A line suits what falls
-    as the rate does; what falls exponentially in dwell is flat there, and its intercept comes out
-    too low, beyond zero if the dwells are short. So the slowest dwell itself must agree always.
+    as the rate does. What falls exponentially in dwell is flat near zero, and its intercept too
+    low, even of the other sign; so the slowest dwell itself must agree always.
 
     For each measure, with intervals over seeds:
 
@@ -162,7 +162,7 @@ def quasi_static(
       did over the slowest half: a line on log dwell, since what falls as a power of the dwell
       deceives a line on the rate. Bonferroni over measures.
     - *gone*: intercept and slowest rate are both equivalent to zero (two one-sided tests; all must
-      pass, so that nothing needs correcting).
+      pass, so nothing needs correcting).
 
     The verdict is "persistent hysteresis" where any measure stays; "finite-rate path dependence"
     where all are gone and one is present at some rate; "no memory found" where all are gone and
@@ -211,14 +211,13 @@ def quasi_static(
             sides = {math.copysign(1.0, part["estimate"]) for part in parts}
             stays = all(part["present"] for part in parts) and len(sides) == 1
             gone = x["equivalent"] and judged["slowest"]["equivalent"]
-            row = {"measure": name, "method": method, **x, "stays": stays, "gone": gone}
-            limits.append(row)
+            limits.append({"measure": name, "method": method, **x, "stays": stays, "gone": gone})
     by_rate, by_method = pd.DataFrame(rates), pd.DataFrame(limits).drop(columns="present")
-    verdict = _verdict(by_rate, by_method[by_method["method"] == "linear"])
-    return QuasiStatic(verdict, margin, level, n, by_rate, by_method)
+    return QuasiStatic(_verdict(by_rate, by_method), margin, level, n, by_rate, by_method)
 
 
-def _verdict(rates: pd.DataFrame, line: pd.DataFrame) -> str:
+def _verdict(rates: pd.DataFrame, limits: pd.DataFrame) -> str:
+    line = limits[limits["method"] == "linear"]
     if line["stays"].any():
         return PERSISTENT
     if line["gone"].all() and rates["present"].any():
@@ -249,8 +248,7 @@ def _judge(values: Array, margin: float, level: float, *, n_claims: int) -> dict
 
 def _intercepts(dwells: Array, y: Array, *, degree: int) -> Array:
     """Each seed's value at rate zero, by least squares on powers of the rate."""
-    rates = dwells.min() / dwells
-    powers = np.vander(rates, degree + 1, increasing=True)
+    powers = np.vander(dwells.min() / dwells, degree + 1, increasing=True)
     return np.asarray(np.linalg.lstsq(powers, y.T, rcond=None)[0][0])
 
 
@@ -277,14 +275,12 @@ def _checked(table: pd.DataFrame, least_span: float) -> dict[str, pd.DataFrame]:
             f"table has {len(dwells)} dwells, but a line on the rate needs at least {FEWEST_DWELLS}"
         )
     if not 0 < dwells[0] <= dwells[-1] < math.inf:
-        raise HysteresisError(
-            f"the dwells run from {dwells[0]:g} to {dwells[-1]:g}, but must be positive and finite"
-        )
+        ends = f"{dwells[0]:g} to {dwells[-1]:g}"
+        raise HysteresisError(f"the dwells run from {ends}, but must be positive and finite")
     if not dwells[-1] / dwells[0] >= least_span:
         raise HysteresisError(
             f"the dwells {dwells[0]:g} to {dwells[-1]:g} span a factor of "
-            f"{dwells[-1] / dwells[0]:.3g}, but rate zero is too far from them unless it is at "
-            f"least {least_span:g}; least_span can be lowered"
+            f"{dwells[-1] / dwells[0]:.3g}, but to reach rate zero least_span asks {least_span:g}"
         )
     return wide
 
@@ -295,12 +291,9 @@ def _check(frame: pd.DataFrame, what: str, keys: list[str], values: list[str]) -
         raise HysteresisError(f"{what} has no column {missing[0]}; it has {list(frame.columns)}")
     if frame.empty:
         raise HysteresisError(f"{what} has no rows")
-    for name in values:
-        bad = ~np.isfinite(frame[name].to_numpy(float))
+    faults = {f"a {name} that is not finite": ~np.isfinite(frame[name]) for name in values}
+    for fault, bad in {**faults, "a second row": frame.duplicated(keys)}.items():
         if bad.any():
-            where = ", ".join(f"{key} {frame[key].iloc[int(bad.argmax())]}" for key in keys)
-            raise HysteresisError(f"{what} has a {name} that is not finite, at {where}")
-    twice = frame.duplicated(keys).to_numpy()
-    if twice.any():
-        where = ", ".join(f"{key} {frame[key].iloc[int(twice.argmax())]}" for key in keys)
-        raise HysteresisError(f"{what} has two rows at {where}")
+            row = frame[bad.to_numpy()].iloc[0]
+            where = ", ".join(f"{key} {row[key]}" for key in keys)
+            raise HysteresisError(f"{what} has {fault}, at {where}")

@@ -21,14 +21,8 @@ from tl_hysteresis.statistics import Interval, Values, mean_interval
 Array = NDArray[np.float64]
 
 MODELS = ("constant", "decay", "oscillation")  # the simplest first
-UNITS = {
-    "amplitude": "logits",
-    "time_constant": "updates",
-    "period": "updates",
-    "phase": "rad",
-    "residual": "logits",
-}
-FEWEST_UPDATES = 8
+QUANTITIES = ("amplitude", "time_constant", "period", "phase", "residual")
+UNITS = ("logits", "updates", "updates", "rad", "logits")
 # Bounds of the search, in steps between updates or in lengths of the curve. Just below 2 steps a
 # period aliases, and at 2 the sine vanishes at every update.
 SHORTEST_PERIOD, LONGEST_PERIOD = 2.5, 4.0
@@ -40,8 +34,8 @@ NEARLY = 0.999  # a fit that is this close to a bound has run into it
 class RelaxationFit:
     """Result of `fit_relaxation`: the law that the mean gap over seeds follows.
 
-    A quantity that the model does not have is None. An infinite bound is one that the curve does
-    not set: there a fit ran into the end of the search.
+    A quantity that the model does not have is None. Where a fit, with all seeds or without one, ran
+    into an end of the search, the curve sets no bound: that bound is then infinite, or zero.
     """
 
     model: str
@@ -55,7 +49,7 @@ class RelaxationFit:
     period: Interval | None
     """Updates from one crest to the next."""
     phase: Interval | None
-    """In radians; its bounds may leave (-pi, pi], and the whole circle says nothing."""
+    """Radians; bounds may leave (-pi, pi], and a whole circle says nothing."""
     residual: Interval
     """c, logits: what stays for ever if the law goes on to hold."""
     n: int
@@ -63,10 +57,9 @@ class RelaxationFit:
     length: float
     """Updates from the first to the last of the curve."""
     residual_seen: bool
-    """Whether the curve is long enough to see `residual`; if not, its bounds are infinite.
+    """Whether in every fit, left-out seeds included, the curve is long enough to see `residual`.
 
-    In every fit, left-out seeds included, the time constant must go three times into the curve, or
-    the period twice.
+    It holds three time constants or two periods; otherwise the bounds of `residual` are infinite.
     """
     seeds: pd.DataFrame = field(repr=False)
     """The chosen model fitted to each seed's own curve: seed, the five quantities, r2."""
@@ -78,14 +71,14 @@ class RelaxationFit:
 
     def predict(self, t: Values | float) -> Array:
         """The fitted mean gap, in logits, at these relaxations."""
-        found = [getattr(self, name) for name in UNITS]
-        parameters = np.array([math.nan if x is None else x.estimate for x in found])
+        found = [getattr(self, name) for name in QUANTITIES]
+        parameters = np.array([x.estimate if x else math.nan for x in found])
         at = np.asarray(t, dtype=float)
         return np.asarray(_curves(parameters[None], at.ravel())[0].reshape(at.shape))
 
     def table(self) -> pd.DataFrame:
         """One row a quantity: `quantity`, `unit`, `estimate`, `low`, `high`."""
-        found = [(name, unit, getattr(self, name)) for name, unit in UNITS.items()]
+        found = [(*both, getattr(self, both[0])) for both in zip(QUANTITIES, UNITS, strict=True)]
         rows = [(name, unit, x.estimate, x.low, x.high) for name, unit, x in found if x]
         return pd.DataFrame(rows, columns=["quantity", "unit", "estimate", "low", "high"])
 
@@ -110,10 +103,10 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
     seeds are independent. An oscillation whose period runs into the end of the search, four lengths
     of the curve, never turns back in view, as two decays in a row do, and is not admitted.
 
-    *Intervals.* Jackknife over seeds with Student's t at n - 1, centred on the fit to all; for
-    amplitude, time constant and period on the log scale, which cannot reach zero: whether there is
-    a transient at all is the choice's question. They take the chosen model as given. Where seeds
-    differ in period, their mean decays faster than each: compare `seeds`.
+    *Intervals.* Jackknife over seeds with Student's t at n - 1, given the model, centred on the fit
+    to all; for amplitude, time constant and period on the log scale, which never reaches zero:
+    whether there is a transient is for the choice. Where seeds differ in period, their mean decays
+    faster than each: compare `seeds`.
 
     Args:
         curve: `seed`, `relaxation` (updates, from 0 on, at least 8, the same for every seed), and
@@ -127,103 +120,96 @@ def fit_relaxation(curve: pd.DataFrame, *, level: float = 0.95) -> RelaxationFit
     Example:
         >>> t = np.arange(101)
         >>> gaps = {s: (s + 2) * np.exp(-t / 20) * np.cos(2 * np.pi * t / 40) for s in range(5)}
-        >>> wide = pd.DataFrame(gaps).rename_axis("relaxation")
-        >>> curve = wide.melt(var_name="seed", value_name="gap", ignore_index=False).reset_index()
-        >>> fit = fit_relaxation(curve)
+        >>> wide = pd.DataFrame(gaps).rename_axis(index="relaxation", columns="seed")
+        >>> fit = fit_relaxation(wide.unstack().rename("gap").reset_index())
         >>> fit.model, round(fit.time_constant.estimate, 3), round(fit.period.estimate, 3)
         ('oscillation', 20.0, 40.0)
 
-    Source: variable projection, Golub and Pereyra (1973), SIAM Journal on Numerical Analysis 10(2);
-    the one-standard-error rule, Breiman et al. (1984), Classification and Regression Trees, section
-    3.4.3; jackknife, Efron and Tibshirani (1993), An Introduction to the Bootstrap, chapter 11.
+    Source: variable projection, Golub and Pereyra (1973), SIAM J. Numer. Anal. 10(2); one standard
+    error, Breiman et al. (1984), CART, section 3.4.3; jackknife, Efron and Tibshirani (1993).
     """
     seeds, t, gaps = _checked(curve)
     n, length = len(seeds), float(t[-1] - t[0])
-    mean_interval([0.0, 0.0], level=level)  # refuses a bad level before the work
     others = (gaps.sum(axis=0) - gaps) / (n - 1)
     fits = {model: _fit(t, np.vstack([gaps.mean(axis=0), others]), model) for model in MODELS}
     by_seed = {m: ((gaps - _curves(fits[m][1:], t)) ** 2).mean(axis=1) for m in MODELS}
-    longest = _bounds(t, 2)[1, 1]
-    turns = fits["oscillation"][0, 2] < NEARLY * longest
-    model = _choose(by_seed if turns else {m: by_seed[m] for m in MODELS[:2]})
+    turns_back = fits["oscillation"][0, 2] < NEARLY * _bounds(t, 2)[1, 1]
+    model = _choose(by_seed if turns_back else {m: by_seed[m] for m in MODELS[:2]})
     fit, own = fits[model], _fit(t, gaps, model)
-    scatter = ((gaps - gaps.mean(axis=1, keepdims=True)) ** 2).sum(axis=1)
-    left = ((gaps - _curves(own, t)) ** 2).sum(axis=1)
-    r2 = 1 - np.divide(left, scatter, out=np.full(n, math.nan), where=scatter > 0)
+    tau, period = fit[:, 1], fit[:, 2]  # NaN where the model has none, which compares false
+    seen = bool((np.isnan(tau) | (3 * tau <= length) | (2 * period <= length)).all())
+    residual = _jackknife(fit[:, 4], level)
+    left, total = ((gaps - _curves(own, t)) ** 2).mean(axis=1), gaps.var(axis=1)
+    r2 = 1 - left / np.where(total > 0, total, math.nan)
     return RelaxationFit(
         model=model,
         errors={name: float(errors.mean()) for name, errors in by_seed.items()},
         **_transient(fit, _bounds(t, MODELS.index(model)), level),
-        residual=_residual(fit, length, level),
+        residual=residual if seen else replace(residual, low=-math.inf, high=math.inf),
         n=n,
         length=length,
-        residual_seen=_sees_residual(fit, length),
-        seeds=pd.DataFrame({"seed": seeds, **dict(zip(UNITS, own.T, strict=True)), "r2": r2}),
+        residual_seen=seen,
+        seeds=pd.DataFrame({"seed": seeds, **dict(zip(QUANTITIES, own.T, strict=True)), "r2": r2}),
     )
 
 
 def _checked(curve: pd.DataFrame) -> tuple[NDArray[Any], Array, Array]:
     """Seeds, relaxations, and the gaps, one row a seed."""
-    missing = [name for name in ("seed", "relaxation", "gap") if name not in curve]
+    missing = {"seed", "relaxation", "gap"} - set(curve.columns)
     if missing:
-        raise HysteresisError(f"curve has no column {missing[0]}; it has {list(curve.columns)}")
+        raise HysteresisError(f"curve has no column {min(missing)}; it has {list(curve.columns)}")
     twice = curve.duplicated(["seed", "relaxation"])
     if twice.any():
         seed, at = (curve.loc[twice, name].iloc[0] for name in ("seed", "relaxation"))
         raise HysteresisError(f"seed {seed} has relaxation {at} twice")
     wide = curve.pivot(index="seed", columns="relaxation", values="gap").sort_index(axis=1)
-    if len(wide) < 2:
-        raise HysteresisError(f"curve has n = {len(wide)} seeds, but intervals need at least two")
+    if len(wide) < 2 or wide.shape[1] < 8:
+        raise HysteresisError(
+            f"curve has {len(wide)} seeds at {wide.shape[1]} relaxations, but needs at least 2 at 8"
+        )
     t, gaps = wide.columns.to_numpy(float), wide.to_numpy(float)
     bad = np.argwhere(~np.isfinite(gaps))
     if len(bad):
         seed, at = wide.index[bad[0][0]], wide.columns[bad[0][1]]
         raise HysteresisError(f"the gap of seed {seed} at relaxation {at} is missing or not finite")
-    if len(t) < FEWEST_UPDATES:
-        raise HysteresisError(f"curve has {len(t)} updates, but needs at least {FEWEST_UPDATES}")
     if t[0] != 0 or not np.isfinite(t).all():
         raise HysteresisError(
-            f"curve runs from relaxation {t[0]:g} to {t[-1]:g}, but must begin at 0, where "
-            "amplitude and phase are defined, and end at a finite one"
+            f"relaxation runs from {t[0]:g} to {t[-1]:g}, but must begin at 0 and stay finite"
         )
     return wide.index.to_numpy(), t, gaps
 
 
 def _choose(by_seed: dict[str, Array]) -> str:
-    best = min(by_seed, key=lambda model: float(by_seed[model].mean()))
-    for model in by_seed:  # the simplest first
-        excess = by_seed[model] - by_seed[best]
-        if excess.mean() <= excess.std(ddof=1) / math.sqrt(len(excess)):
-            return model
-    return best
+    """The simplest, which comes first, that is no worse than the best by a standard error."""
+    best = min(by_seed.values(), key=lambda errors: float(errors.mean()))
+    excess = {model: errors - best for model, errors in by_seed.items()}
+    return next(m for m, x in excess.items() if x.mean() <= x.std(ddof=1) / math.sqrt(len(x)))
 
 
 def _basis(t: Array, scales: Array) -> Array:
     """The linear columns at each (tau, T), (tau,) or () on the last axis of `scales`."""
-    columns = [np.ones((*scales.shape[:-1], len(t)))]
-    if scales.shape[-1] > 0:
-        columns.append(np.exp(-t / scales[..., :1]))
-    if scales.shape[-1] > 1:
-        angle = 2 * np.pi * t / scales[..., 1:]
-        columns = [columns[0], columns[1] * np.cos(angle), -columns[1] * np.sin(angle)]
-    return np.stack(columns, axis=-1)
+    ones = np.ones((*scales.shape[:-1], len(t)))
+    if scales.shape[-1] == 0:
+        return ones[..., None]
+    decay = np.exp(-t / scales[..., :1])
+    if scales.shape[-1] == 1:
+        return np.stack([ones, decay], axis=-1)
+    angle = 2 * np.pi * t / scales[..., 1:]
+    return np.stack([ones, decay * np.cos(angle), -decay * np.sin(angle)], axis=-1)
 
 
 def _bounds(t: Array, n_scales: int) -> Array:
     """Lowest and highest tau, and T, of the search; one column each."""
     step, length = float(np.diff(t).min()), float(t[-1] - t[0])
-    bounds = [
-        [SHORTEST_TIME * step, SHORTEST_PERIOD * step],
-        [LONGEST_TIME * length, LONGEST_PERIOD * length],
-    ]
-    return np.array(bounds)[:, :n_scales]
+    low = [SHORTEST_TIME * step, SHORTEST_PERIOD * step]
+    return np.array([low, [LONGEST_TIME * length, LONGEST_PERIOD * length]])[:, :n_scales]
 
 
 def _grid(t: Array, n_scales: int) -> list[Array]:
     """Values of tau and T to start from, in a list of parts that are small enough to hold."""
-    low, high = _bounds(t, n_scales)
     if n_scales == 0:
         return [np.empty((1, 0))]
+    low, high = _bounds(t, n_scales)
     times = np.geomspace(low[0], high[0], N_TIMES)
     if n_scales == 1:
         return [times[:, None]]
@@ -233,31 +219,28 @@ def _grid(t: Array, n_scales: int) -> list[Array]:
 
 
 def _fit(t: Array, curves: Array, model: str) -> Array:
-    """Least-squares parameters, in the order of `UNITS`, of each curve (one a row)."""
+    """Least-squares parameters, in the order of `QUANTITIES`, of each curve (one a row)."""
     grid = _grid(t, MODELS.index(model))
     orthonormal = (np.linalg.qr(_basis(t, scales))[0] for scales in grid)
-    explained = [((curves @ q) ** 2).sum(axis=-1) for q in orthonormal]  # grid point by curve
+    centred = curves - curves.mean(axis=1, keepdims=True)
+    explained = [((centred @ q) ** 2).sum(axis=-1) for q in orthonormal]  # grid point by curve
     starts = np.concatenate(grid)[np.concatenate(explained).argmax(axis=0)]
     return np.array([_refined(t, *pair) for pair in zip(curves, starts, strict=True)])
 
 
 def _refined(t: Array, curve: Array, start: Array) -> Array:
     """Parameters of one curve, from the best point of the grid."""
-
-    def linear(logs: Array) -> Array:
-        return np.asarray(np.linalg.lstsq(_basis(t, np.exp(logs)), curve, rcond=None)[0])
+    scale = float(np.ptp(curve)) or 1.0
 
     def residuals(logs: Array) -> Array:
-        return np.asarray((_basis(t, np.exp(logs)) @ linear(logs) - curve) / scale)
+        basis = _basis(t, np.exp(logs))
+        return np.asarray(basis @ np.linalg.lstsq(basis, curve, rcond=None)[0] - curve) / scale
 
-    scale = float(np.abs(curve).max()) or 1.0
     logs = np.log(start)
     if len(start):
         low, high = np.log(_bounds(t, len(start)))
-        logs = optimize.least_squares(
-            residuals, logs.clip(low, high), bounds=(low, high), xtol=1e-10
-        ).x
-    c, *transient = linear(logs).tolist()
+        logs = optimize.least_squares(residuals, logs.clip(low, high), bounds=(low, high)).x
+    c, *transient = np.linalg.lstsq(_basis(t, np.exp(logs)), curve, rcond=None)[0].tolist()
     tau, period = [*np.exp(logs).tolist(), math.nan, math.nan][:2]
     if len(transient) == 2:
         cosine, sine = transient
@@ -273,20 +256,9 @@ def _curves(parameters: Array, t: Array) -> Array:
     return np.asarray(c + np.where(np.isnan(tau), 0.0, transient))
 
 
-def _sees_residual(fit: Array, length: float) -> bool:
-    tau, period = fit[:, 1], fit[:, 2]
-    seen = np.isnan(tau) | (3 * tau <= length) | (2 * period <= length)  # NaN compares false
-    return bool(seen.all())
-
-
-def _residual(fit: Array, length: float, level: float) -> Interval:
-    x = _jackknife(fit[:, 4], level)
-    return x if _sees_residual(fit, length) else replace(x, low=-math.inf, high=math.inf)
-
-
 def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | None]:
     """Of each quantity, from the fit to all seeds (first row) and those without one."""
-    found: dict[str, Interval | None] = dict.fromkeys(list(UNITS)[:4])
+    found: dict[str, Interval | None] = dict.fromkeys(QUANTITIES[:4])
     n_scales = bounds.shape[1]
     if n_scales == 0:
         return found
@@ -294,21 +266,19 @@ def _transient(fit: Array, bounds: Array, level: float) -> dict[str, Interval | 
     at_low = (scales <= bounds[0] / NEARLY).any(axis=0)
     at_high = (scales >= bounds[1] * NEARLY).any(axis=0)
     for i, name in enumerate(("time_constant", "period")[:n_scales]):
-        x = _exp(_jackknife(np.log(scales[:, i]), level))
-        found[name] = replace(
-            x, low=0.0 if at_low[i] else x.low, high=math.inf if at_high[i] else x.high
-        )
+        x = _log_jackknife(scales[:, i], level)
+        low, high = 0.0 if at_low[i] else x.low, math.inf if at_high[i] else x.high
+        found[name] = replace(x, low=low, high=high)
     # At the end of the search amplitude is traded against residual, and neither is determined.
     sign = math.copysign(1.0, amplitude[0])
-    x = _exp(_jackknife(np.log(np.abs(amplitude)), level))
+    x = _log_jackknife(np.abs(amplitude).clip(np.finfo(float).tiny), level)
     low, high = sorted([sign * x.low, sign * x.high])
     if at_high.any() or (np.sign(amplitude) != sign).any():
         low, high = 0.0 if n_scales == 2 else -math.inf, math.inf
     found["amplitude"] = replace(x, estimate=sign * x.estimate, low=low, high=high)
     if n_scales == 2:
-        turned = phase[0] + np.angle(np.exp(1j * (phase - phase[0])))
-        x = _jackknife(turned, level)
-        half = math.pi if at_high.any() else min((x.high - x.low) / 2, math.pi)
+        x = _jackknife(phase[0] + np.angle(np.exp(1j * (phase - phase[0]))), level)
+        half = math.pi if at_high.any() else min(x.high - x.estimate, math.pi)
         found["phase"] = replace(x, low=x.estimate - half, high=x.estimate + half)
     return found
 
@@ -322,7 +292,8 @@ def _jackknife(values: Array, level: float) -> Interval:
     return Interval(estimate, estimate - half, estimate + half, level, "jackknife", n)
 
 
-def _exp(x: Interval) -> Interval:
+def _log_jackknife(values: Array, level: float) -> Interval:
+    x = _jackknife(np.log(values), level)
     with np.errstate(over="ignore"):
         estimate, low, high = np.exp([x.estimate, x.low, x.high]).tolist()
     return replace(x, estimate=estimate, low=low, high=high)
