@@ -302,6 +302,17 @@ def test_agreement_measures_errors_by_site() -> None:
         agreement(exact, a_map(noisy(0, 2, 4), direction="noising"))
 
 
+def test_an_attribution_map_is_not_taken_for_the_exact_one() -> None:
+    exact = a_map(noisy(0))
+    approximate = RouteMap(**{**vars(a_map(noisy(1))), "method": "attribution"})
+    assert agreement(exact, approximate).comparison.gain > 0.0
+    for swapped in ((approximate, exact), (approximate, approximate)):
+        with pytest.raises(HysteresisError, match="the exact map was made by attribution, the app"):
+            agreement(*swapped)
+    assert "denoising by patching," in repr(exact)
+    assert "denoising by attribution," in repr(approximate)
+
+
 def test_a_table_that_went_through_a_file_is_the_same_map(tmp_path: Path) -> None:
     """Beside points without heads, head numbers come back as 0.0, 1.0, ...; and "" as nothing."""
     streams = table(noisy(0).mean(axis=1)).assign(head=None)

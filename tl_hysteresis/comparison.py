@@ -24,7 +24,7 @@ class RouteComparison:
     spearman: float
     """Spearman's rank correlation: do they matter in the same order?"""
     gain: float
-    """Slope through the origin of the first map on the second: how much more strongly?"""
+    """Slope through the origin of first ≈ gain · second: how much more strongly?"""
     overlap: float
     """Share of the `k` sites with the largest effects in size that the two maps have in common."""
     k: int
@@ -50,6 +50,11 @@ def compare_routes(
     seed: int = 0,
 ) -> RouteComparison:
     """Compare the effects of two route maps, or of their tables, over the same sites.
+
+    The gain goes from the second map to the first: it is the slope through the origin of
+    first ≈ gain · second, and above 1 where the effects of the first are the larger ones. Exchanged
+    maps have another gain, which is its inverse only where the maps are proportional; the
+    correlations and the overlap are the same both ways.
 
     Maps with effects of several trials get percentile bootstrap intervals over trials: the same
     trials are drawn for both maps where both were measured on the same ones, else each map's own.
@@ -194,10 +199,35 @@ def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreem
     In its `comparison` the approximate map comes first: approximate is about gain times exact, and
     `dominant_heads` are the approximate one's and the exact one's.
 
+    Args:
+        exact: a map by patching, from `route_map`.
+        approximate: the map that is judged.
+        k: how many of the strongest sites `overlap` looks at.
+
     Raises:
-        HysteresisError: maps of different trials, sites or directions, or what `compare_routes`
-            refuses.
+        HysteresisError: an attribution map in the place of the exact one; maps of different models,
+            trials, sites or directions; or what `compare_routes` refuses.
+
+    Example:
+        >>> import torch
+        >>> from tl_hysteresis.attribution import attribution_map
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> from tl_hysteresis.routes import route_map
+        >>> from tl_hysteresis.tasks import Trials
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+        >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8) for t in tokens)
+        >>> exact = route_map(model, clean, corrupted, points="v")
+        >>> found = agreement(exact, attribution_map(model, clean, corrupted, points="v"))
+        >>> found.comparison.topology > 0.9, found.mean_error < 0.1 * found.largest_effect
+        (True, True)
     """
+    if exact.method == "attribution":
+        raise HysteresisError(
+            f"the exact map was made by {exact.method}, the approximate one by "
+            f"{approximate.method}: say agreement(exact, approximate), the exact one by route_map"
+        )
     if exact.trials != approximate.trials:
         raise HysteresisError("the two maps were measured on different trials")
     if exact.corrupted_tokens != approximate.corrupted_tokens:

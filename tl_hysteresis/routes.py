@@ -45,6 +45,7 @@ SITE_AXES = ("layer", "point", "head", "role", "position", "sender", "receiver",
 
 By = Literal["role", "position", "all"]
 Direction = Literal["denoising", "noising"]
+Method = Literal["patching", "attribution"]
 Map = TypeVar("Map", bound="EffectMap")
 Sites = list[tuple[int, str, Site]]
 """Sites with their layer and point."""
@@ -105,6 +106,7 @@ class EffectMap:
         trials: fingerprint of the clean trials.
         corrupted_tokens: fingerprint of the corrupted ones, with the answers of the clean.
         model: fingerprint of the model.
+        method: "patching", which is exact, or "attribution", which is to first order.
     """
 
     table: pd.DataFrame
@@ -115,6 +117,7 @@ class EffectMap:
     trials: str
     corrupted_tokens: str = ""
     model: str = ""
+    method: Method = "patching"
 
     @classmethod
     def of(
@@ -128,6 +131,7 @@ class EffectMap:
         there: Float[Tensor, " trial"],
         direction: Direction,
         shares: bool,
+        method: Method = "patching",
     ) -> Map:
         """A map from effects, and the margins of the run patched into and of the other."""
         mean = effects.mean(dim=1).numpy()
@@ -143,12 +147,13 @@ class EffectMap:
             trials=clean.fingerprint,
             corrupted_tokens=corrupted.with_answers_of(clean).fingerprint,
             model=fingerprint(model),
+            method=method,
         )
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({len(self.table)} sites, {self.effects.shape[1]} trials, "
-            f"{self.direction}, margin {self.clean.mean():+.3f} clean, "
+            f"{self.direction} by {self.method}, margin {self.clean.mean():+.3f} clean, "
             f"{self.corrupted.mean():+.3f} corrupted)"
         )
 
