@@ -1,9 +1,11 @@
 """Statistics against hand-computed answers, identities, scipy and slow, obvious references."""
 
+import bisect
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pandas as pd
@@ -168,11 +170,26 @@ class TestMeanInterval:
     @given(st.lists(exact_values, min_size=2, max_size=5), levels)
     @unhurried
     def test_bootstrap_of_few_values_is_exact(self, values: list[float], level: float) -> None:
-        n = len(values)
-        means = [sum(resample) / n for resample in itertools.product(values, repeat=n)]
-        expected = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+        n, tail = len(values), (1 - Fraction(str(level))) / 2
+        sums = sorted(map(sum, itertools.product(values, repeat=n)))
+        room = tail * len(sums)
+        low = max(x for x in set(sums) if bisect.bisect_left(sums, x) < room)
+        high = min(x for x in set(sums) if len(sums) - bisect.bisect_right(sums, x) < room)
         interval = mean_interval(values, level=level, method="bootstrap")
-        assert [interval.low, interval.high] == pytest.approx(expected, abs=1e-12)
+        assert [interval.low, interval.high] == pytest.approx([low / n, high / n], abs=1e-12)
+
+    def test_bootstrap_of_two_and_three_values_by_hand(self) -> None:
+        # Of 4 resamples one, 25 %, is the smaller value twice: more than the tail of 2.5 %.
+        two = mean_interval([1.0, 3.0], method="bootstrap")
+        assert (two.low, two.high) == pytest.approx((1.0, 3.0), abs=1e-15)
+        # Of 27 one, 3.7 %, is the smallest thrice; the next, 0, 0, 3, comes in three orders.
+        three = mean_interval([0.0, 3.0, 9.0], method="bootstrap")
+        assert (three.low, three.high) == pytest.approx((0.0, 9.0), abs=1e-15)
+        three = mean_interval([0.0, 3.0, 9.0], method="bootstrap", level=0.8)
+        assert (three.low, three.high) == pytest.approx((1.0, 7.0), abs=1e-15)
+        # A tie of the tail with a resample, at 25 % of 4, is cut on both sides alike.
+        tie = mean_interval([1.0, 3.0], method="bootstrap", level=0.5)
+        assert (tie.low, tie.high) == pytest.approx((1.0, 3.0), abs=1e-15)
 
     def test_bootstrap_of_six_values_is_exact_and_of_seven_is_drawn(self) -> None:
         def interval(n: int, seed: int) -> Interval:

@@ -150,8 +150,10 @@ def mean_interval(
         values: One value per seed, in any unit, which is the interval's too; at least 2.
         level: Confidence level, between 0 and 1.
         method: "t" is Student's interval. "bootstrap" is the percentile bootstrap over seeds: all
-            n**n resamples where n <= 6, otherwise 20,000 random ones. With few seeds it is too
-            narrow: at n = 5 and level 0.95 it covers the mean of normal values 85 % of the time.
+            n**n resamples where n <= 6, otherwise 20,000 random ones. Each end is the mean of a
+            resample, the innermost with less than (1 - level) / 2 of them beyond it; nothing is
+            interpolated. With few seeds it is too narrow: at level 0.95 it covers the mean of
+            normal values 85 % of the time at n = 5, 50 % at n = 2, where its ends are the values.
         seed: Seed of the Philox generator that draws the random resamples.
 
     Raises:
@@ -169,7 +171,7 @@ def mean_interval(
         half = error * float(stats.t.isf(tail, n - 1))
         return Interval(mean, mean - half, mean + half, level, method, n)
     if method == "bootstrap":
-        low, high = np.quantile(_resampled_means(array - mean, seed), [tail, 1 - tail]).tolist()
+        low, high = _outermost(_resampled_means(array - mean, seed), tail)
         return Interval(mean, mean + low, mean + high, level, method, n)
     raise HysteresisError(f'method is {method!r}, but must be "t" or "bootstrap"')
 
@@ -366,6 +368,16 @@ def _signed_sums(array: NDArray[np.float64]) -> NDArray[np.float64]:
     for value in array:
         sums = np.concatenate([sums - value, sums + value])
     return sums
+
+
+def _outermost(means: NDArray[np.float64], tail: float) -> tuple[float, float]:
+    """The innermost of the means that have less than the tail beyond them, on either side.
+
+    An interpolation between the few means that small samples have would narrow the interval.
+    """
+    ordered = np.sort(means)
+    rank = max(1, math.ceil(tail * len(means) - 1e-9))  # a product that rounding lifts over a rank
+    return float(ordered[rank - 1]), float(ordered[-rank])
 
 
 def _resampled_means(array: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
