@@ -22,6 +22,7 @@ from tl_hysteresis.statistics import (
     equivalence_test,
     holm,
     mean_interval,
+    proportion_interval,
     ratio_interval,
     sign_flip_test,
 )
@@ -352,6 +353,21 @@ class TestCorrelationInterval:
         assert math.atanh(pair.estimate) == pytest.approx(z_of_one / 2)
 
 
+class TestProportionInterval:
+    def test_all_or_none_by_hand(self) -> None:
+        """Where all n hold, the low end is the p with p**n = 2.5 %; the high end is 1."""
+        every, none = proportion_interval([1.0] * 5), proportion_interval([0.0] * 5)
+        assert (every.low, every.high) == pytest.approx((0.025 ** (1 / 5), 1.0))
+        assert (none.low, none.high) == pytest.approx((0.0, 1 - 0.025 ** (1 / 5)))
+        assert (every.estimate, every.method, every.n) == (1.0, "Clopper-Pearson", 5)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_ends_are_the_shares_that_just_leave_the_tails(self, level: float) -> None:
+        interval, tail = proportion_interval([1, 0, 1, 1, 0, 1], level=level), (1 - level) / 2
+        assert stats.binom.sf(3, 6, interval.low) == pytest.approx(tail)
+        assert stats.binom.cdf(4, 6, interval.high) == pytest.approx(tail)
+
+
 class TestHolm:
     def test_by_hand(self) -> None:
         # In order of size: 4 x 0.005, 3 x 0.01, 2 x 0.03, and 1 x 0.04, raised to its predecessor.
@@ -462,6 +478,9 @@ BAD_INPUTS: list[tuple[Callable[[], object], str]] = [
     (lambda: mean_interval(GAPS, level=95.0), "level is 95.0"),
     (lambda: mean_interval(GAPS, level=math.nan), "level is nan"),
     (lambda: mean_interval(GAPS, method="bootstrap", seed=-1), "seed is -1"),
+    (lambda: proportion_interval([]), "hits has n = 0"),
+    (lambda: proportion_interval([1.0, 0.5]), r"hits\[1\] is 0.5, but every value must be 0 or 1"),
+    (lambda: proportion_interval([1.0], level=1.0), "level is 1.0"),
     (lambda: ratio_interval([1.0], [1.0]), "numerator has n = 1, but an interval over seeds"),
     (lambda: ratio_interval([1.0, 2.0], [1.0]), "denominator has n = 1"),
     (lambda: ratio_interval([1.0, 2.0], [1.0, 2.0, 3.0]), "2 values and denominator 3, but"),

@@ -253,6 +253,32 @@ def correlation_interval(correlations: Values, *, level: float = 0.95) -> Interv
     return Interval(estimate, low, high, level, "Fisher z", z.n)
 
 
+def proportion_interval(hits: Values, *, level: float = 0.95) -> Interval:
+    """Confidence interval for how often something holds over seeds, by Clopper and Pearson.
+
+    Example:
+        >>> print(proportion_interval([1.0, 1.0, 1.0, 1.0, 1.0]))
+        +1.0000 [+0.4782, +1.0000]
+
+    Args:
+        hits: One value per seed: 1 where it holds, 0 where not; at least 1.
+        level: Confidence level, between 0 and 1; the interval covers at least as often.
+
+    Raises:
+        HysteresisError: No values, one that is neither 0 nor 1, not one-dimensional, or a bad
+            level.
+
+    Source: Clopper and Pearson (1934), Biometrika 26(4).
+    """
+    array = _checked(hits, "hits", least=1)
+    _refuse((array != 0) & (array != 1), array, "hits", "0 or 1")
+    _tail(level)
+    n, n_hits = len(array), int(array.sum())
+    ends = stats.binomtest(n_hits, n).proportion_ci(confidence_level=level, method="exact")
+    low, high = float(ends.low), float(ends.high)
+    return Interval(n_hits / n, low, high, level, "Clopper-Pearson", n)
+
+
 def holm(p_values: Values) -> NDArray[np.float64]:
     """Adjust p values, in the order given, so that the family-wise error rate is controlled.
 
