@@ -104,6 +104,55 @@ def test_a_write_that_would_not_be_honoured_is_refused_and_a_read_is_not(name: s
     assert unchanged()
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_write_in_place_that_would_not_be_honoured_is_refused(inference: bool) -> None:
+    """A hook that returns nothing can still write; one that only looks is let through."""
+    model, name = a_model("native bridge"), "blocks.1.hook_resid_mid"
+    seen: list[Tensor] = []
+    with torch.inference_mode(inference), torch.no_grad():
+
+        def zero(activation: Tensor, hook: HookPoint) -> None:
+            activation[:, 2] = 0.0
+
+        for at in (name, "blocks.0.attn.hook_pattern"):
+            with pytest.raises(HysteresisError, match=f"a write at {at} is"):
+                with intervene(model, [(at, zero)]):
+                    model(CLEAN.tokens)
+            with intervene(model, [(at, lambda act, hook: seen.append(act.clone().zero_()))]):
+                model(CLEAN.tokens)
+        with intervene(model, [("blocks.1.hook_resid_pre", zero)]):  # is honoured
+            model(CLEAN.tokens)
+    assert len(seen) == 2
+
+
+SWITCHES = {
+    "attn.hook_result": "set_use_attn_result",
+    "hook_q_input": "set_use_split_qkv_input",
+    "hook_v_input": "set_use_split_qkv_input",
+    "hook_mlp_in": "set_use_hook_mlp_in",
+    "hook_attn_in": "set_use_attn_in",
+}
+
+
+@pytest.mark.parametrize("name", ["LN", "GPT-2 bridge"])
+@pytest.mark.parametrize("point", SWITCHES)
+def test_what_switches_a_hook_point_on_is_said(name: str, point: str) -> None:
+    model, at = a_model(name), f"blocks.1.{point}"
+    expected = rf"hook point {at} never fires before model.{SWITCHES[point]}\(True\)"
+    with pytest.raises(HysteresisError, match=expected):
+        read_activations(model, CLEAN, [at])
+    with pytest.raises(HysteresisError, match=expected):
+        with intervene(model, [(at, lambda act, hook: None)]):
+            model(CLEAN.tokens)
+    getattr(model, SWITCHES[point])(True)
+    assert len(read_activations(model, CLEAN, [at])[at]) == len(CLEAN)
+
+
+def test_a_map_says_what_switches_its_point_on() -> None:
+    with pytest.raises(HysteresisError, match=r"model.set_use_attn_result\(True\)"):
+        route_map(a_model("LN"), CLEAN, CORRUPTED, points="result")
+
+
 def test_a_pattern_that_the_native_bridge_ignores_is_refused_in_a_map() -> None:
     with pytest.raises(HysteresisError, match="hook_pattern is ignored"):
         route_map(a_model("native bridge"), CLEAN, CORRUPTED, points=["pattern"])

@@ -22,6 +22,16 @@ HookedModel = HookedTransformer | TransformerBridge
 STREAM = ("resid_pre", "resid_mid", "resid_post")
 """Points of the residual stream: before a layer, between its attention and its MLP, after it."""
 
+SWITCHED = {
+    "attn.hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+"""Hook points that do not fire before a setting of the model is on, by how their names end."""
+
 MAX_BYTES = 1 << 26
 """Default budget of activations held at a time, in bytes (64 MiB)."""
 
@@ -185,9 +195,15 @@ def hook_name(model: HookedModel, point: str, layer: int) -> str:
 
 
 def check_hook_point(model: HookedModel, name: str) -> None:
-    """Refuse a hook point that the model does not have."""
+    """Refuse a hook point that the model does not have, or that is switched off."""
     if name not in model.hook_dict:
         raise HysteresisError(f"the model has no hook point {name!r}")
+    for end, setting in SWITCHED.items():
+        if name.endswith(end) and not getattr(model.cfg, setting, False):
+            raise HysteresisError(
+                f"the hook point {name} never fires before model.set_{setting}(True), which not "
+                "every model supports"
+            )
 
 
 def check_trials(model: HookedModel, trials: Trials) -> None:
