@@ -13,8 +13,17 @@ from tl_hysteresis.checks import check_sites
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import intervene, overwrite, read_activations
 from tl_hysteresis.routes import route_map
-from tl_hysteresis.sites import Site, check_trials, hook_name, trial_slices
+from tl_hysteresis.sites import (
+    Component,
+    Site,
+    check_trials,
+    component_sites,
+    components,
+    hook_name,
+    trial_slices,
+)
 from tl_hysteresis.tasks import Trials
+from tl_hysteresis.transplants import weight_components
 
 CLEAN, CORRUPTED = trials_pair()
 EVERYWHERE = torch.ones_like(CLEAN.tokens, dtype=torch.bool)
@@ -241,6 +250,31 @@ def test_autocast_and_bad_counts() -> None:
 def test_a_short_name_that_says_its_own_layer_is_refused(point: Any) -> None:
     with pytest.raises(HysteresisError, match="is no point of a layer"):
         hook_name(a_model("LN"), point, 0)
+
+
+def test_components_can_be_named_one_by_one_or_in_lists() -> None:
+    model = a_model("LN")
+    expected = component_sites(model, "L1H3", "L0 MLP", "L0 heads")
+    assert component_sites(model, ["L1H3", "L0 MLP"], "L0 heads") == expected
+    with pytest.raises(HysteresisError, match="no component 'L9H3'; there are all heads"):
+        component_sites(model, ["L1H3", "L9H3"])
+
+
+@pytest.mark.parametrize("name", ["LN", "attention only"])
+def test_the_name_of_every_component_is_understood(name: str) -> None:
+    model = a_model(name)
+    for component in (*components(model), *weight_components(model)):
+        if component not in ("everything", "embedding", "unembedding"):
+            found = Component.of(component)
+            assert found is not None and found.is_in(model), component
+    assert Component.of("L0 norms") == Component("norms", 0)
+    for other in ("L2H0", "L0H4", "L2 heads", "L2 MLP"):
+        absent = Component.of(other)
+        assert absent is not None and not absent.is_in(model)
+    for wrong in ("", "L0", "L0H", "l0h1", "L-1H0", "L0H1 ", "L0 mlp", "heads", "L0H1H2"):
+        assert Component.of(wrong) is None
+    mlp = Component.of("L0 MLP")
+    assert mlp is not None and mlp.is_in(model) == (name == "LN")
 
 
 @pytest.mark.usefixtures("unchecked")
