@@ -54,6 +54,7 @@ def test_it_is_exact_where_the_margin_is_linear() -> None:
     points = ["resid_post", "mlp_out"]
     exact = route_map(model, CLEAN, CORRUPTED, points=points, by="position")
     found = attribution_map(model, CLEAN, CORRUPTED, points=points, by="position")
+    assert (exact.method, found.method) == ("patching", "attribution")
     last = (exact.table["layer"] == 1).tolist()
     scale = exact.effects.abs().max().item()
     torch.testing.assert_close(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -253,19 +254,24 @@ def test_seeds_are_summarised_by_the_mean_and_the_statistics_own_intervals() -> 
         row = found.loc[name]
         correlation = name in ("topology", "spearman")
         t = (correlation_interval if correlation else mean_interval)(numbers)
+        method = t.method
         bootstrap = mean_interval(numbers, method="bootstrap")
         assert row["estimate"] == pytest.approx(np.mean(numbers))
         ends = (t.low, t.high)
-        if name in ("overlap", "same_dominant_head"):  # shares do not leave [0, 1]
-            ends = (max(t.low, 0.0), min(t.high, 1.0))
-        assert (row["t_low"], row["t_high"]) == pytest.approx(ends)
+        if name == "overlap":  # shares do not leave [0, 1]
+            ends, method = (max(t.low, 0.0), min(t.high, 1.0)), "t within [0, 1]"
+        if name == "same_dominant_head":
+            binomial = stats.binomtest(int(sum(numbers)), 5).proportion_ci(method="exact")
+            ends, method = (binomial.low, binomial.high), "Clopper-Pearson"
+        assert (row["low"], row["high"]) == pytest.approx(ends)
+        assert row["method"] == method
         bounds = (row["bootstrap_low"], row["bootstrap_high"])
         assert bounds == pytest.approx((bootstrap.low, bootstrap.high))
         assert row["n"] == 5
     tables = compare_seeds([(x.table, y.table) for x, y in pairs], k=3).set_index("quantity")
     pd.testing.assert_frame_equal(found, tables)
     assert "same_dominant_head" not in set(
-        compare_seeds([(a_map(noisy(i)), a_map(noisy(9))) for i in range(2)])["quantity"]
+        compare_seeds([(a_map(noisy(i)), a_map(noisy(i + 9))) for i in range(2)])["quantity"]
     )
 
 
@@ -273,13 +279,37 @@ def test_seeds_that_cannot_be_summarised_are_named() -> None:
     pairs = seeds_pairs()
     bad = a_map(np.ones((8, 3)), heads=True)
     with pytest.raises(HysteresisError, match="pair 2: the second route map is constant"):
-        compare_seeds([*pairs[:2], (pairs[0][0], bad)])
+        compare_seeds([*pairs[:2], (pairs[2][0], bad)])
     noising = a_map(noisy(0, n_sites=8), direction="noising", heads=True)
     with pytest.raises(HysteresisError, match="pair 1: a map of denoising and one of noising"):
         compare_seeds([pairs[0], (pairs[1][0], noising)])
     for few in (0, 1):
-        with pytest.raises(HysteresisError):
+        with pytest.raises(HysteresisError, match=f"{few} pair of maps: an interval over seeds"):
             compare_seeds(pairs[:few])
+
+
+def test_a_map_in_two_pairs_is_refused() -> None:
+    """Two comparisons with one map are not independent, whatever its rows' order or its class."""
+    pairs = seeds_pairs()
+    shared, order = pairs[1][1], np.arange(8)[::-1].copy()
+    for again in (shared, shared.table, rows_in_order(shared, order)):
+        for pair in ((pairs[4][0], again), (again, pairs[4][0])):
+            with pytest.raises(HysteresisError, match="pairs 1 and 3 share a map, so they are not"):
+                compare_seeds([*pairs[:3], pair])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_pair_of_maps_is_named() -> None:
+    first, second = seeds_pairs()[0]
+    not_pairs: list[Any] = [[first, second], [(first, second, first)], [(first, "second")], [[]]]
+    for pairs in not_pairs:
+        with pytest.raises(
+            HysteresisError, match=r"pair 0 is no \(first map, second map\), but \("
+        ):
+            compare_seeds(pairs)
+    for one in (first, first.table):
+        with pytest.raises(HysteresisError, match="takes a list of pairs"):
+            compare_seeds(one)  # type: ignore[arg-type]
 
 
 def test_agreement_measures_errors_by_site() -> None:
@@ -300,6 +330,17 @@ def test_agreement_measures_errors_by_site() -> None:
         agreement(exact, a_map(noisy(0, 2, 4), trials="others"))
     with pytest.raises(HysteresisError, match="one of noising|of noising and one"):
         agreement(exact, a_map(noisy(0, 2, 4), direction="noising"))
+
+
+def test_an_attribution_map_is_not_taken_for_the_exact_one() -> None:
+    exact = a_map(noisy(0))
+    approximate = RouteMap(**{**vars(a_map(noisy(1))), "method": "attribution"})
+    assert agreement(exact, approximate).comparison.gain > 0.0
+    for swapped in ((approximate, exact), (approximate, approximate)):
+        with pytest.raises(HysteresisError, match="the exact map was made by attribution, the app"):
+            agreement(*swapped)
+    assert "denoising by patching," in repr(exact)
+    assert "denoising by attribution," in repr(approximate)
 
 
 def test_a_table_that_went_through_a_file_is_the_same_map(tmp_path: Path) -> None:

@@ -141,6 +141,29 @@ def test_groups_of_keys_are_receivers_by_their_own_number() -> None:
         path_map(model, CLEAN, CORRUPTED, receivers=["L1H3"])
 
 
+def test_heads_of_a_layer_stand_for_each_of_them() -> None:
+    model = a_model("LN")
+    named = path_map(
+        model,
+        CLEAN,
+        CORRUPTED,
+        senders=["L0H0", "L0H1", "L0H2", "L0H3"],
+        receivers=["L1H0", "L1H1", "L1H2", "L1H3", LOGITS],
+        inputs="k",
+    )
+    for receivers in (["L1 heads", LOGITS], ["L1H0", "L1 heads", LOGITS], ["all heads", LOGITS]):
+        found = path_map(
+            model, CLEAN, CORRUPTED, senders="L0 heads", receivers=receivers, inputs="k"
+        )
+        assert found.table.equals(named.table)
+    table = path_map(a_model("grouped"), CLEAN, CORRUPTED, receivers="L1 heads").table
+    assert (table[table["sender"] == EMBED]["input"].value_counts()[["q", "k"]] == [4, 2]).all()
+    with pytest.raises(HysteresisError, match="no L7 heads: the model has 2 layers"):
+        path_map(model, CLEAN, CORRUPTED, receivers="L7 heads")
+    with pytest.raises(HysteresisError, match="'L0 norms' is no component"):
+        path_map(model, CLEAN, CORRUPTED, senders="L0 norms")
+
+
 def test_refusals() -> None:
     model = a_model("LN")
     for arguments, message in (

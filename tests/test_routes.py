@@ -1,5 +1,6 @@
 """Route maps equal TransformerLens's own patching; comparisons equal scipy's and hand-made ones."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,23 @@ import torch
 from torch import Tensor
 from transformer_lens import HookedTransformer, patching
 
+from tl_hysteresis.attribution import attribution_map
 from tl_hysteresis.config import ModelConfig
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
+from tl_hysteresis.paths import path_map
+from tl_hysteresis.readouts import direct_logit_attribution, head_scores
+from tl_hysteresis.replacement import (
+    mean_reference,
+    mean_replacement,
+    resampled_reference,
+    zero_reference,
+)
 from tl_hysteresis.routes import replacement_margins, route_map
-from tl_hysteresis.sites import component_sites, components
+from tl_hysteresis.sites import component_sites, components, mlp_site
 from tl_hysteresis.tasks import AssociativeRecall, Trials, draw_conflict, generator
+from tl_hysteresis.transplants import transplant, transplant_activations
 
 TASK = AssociativeRecall(n_keys=6, n_values=8, n_pairs=3)
 CLEAN = draw_conflict(TASK, 10, seed=0, stream="test")
@@ -205,6 +216,54 @@ def test_replaced_parts_can_be_chosen() -> None:
 def test_arguments_that_cannot_be_are_named(arguments: Any, message: str) -> None:
     with pytest.raises(HysteresisError, match=message):
         route_map(a_model(), CLEAN, corrupt(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("hook_z", "'hook_z' is the full name of a hook: .* short name, such as 'z'"),
+        ("blocks.0.attn.hook_z", "'blocks.0.attn.hook_z' is the full name .* such as 'z'"),
+        ("blocks.1.hook_resid_pre", "is the full name of a hook: .* such as 'resid_pre'"),
+        ("embed", "'embed' is no point of a layer: embeddings are what 'resid_pre' of layer 0"),
+        ("pos_embed", "'pos_embed' is no point of a layer: embeddings are"),
+    ],
+)
+def test_a_hooks_full_name_is_no_point_and_the_short_one_is_said(point: str, message: str) -> None:
+    for make in (route_map, attribution_map):
+        with pytest.raises(HysteresisError, match=message):
+            make(a_model(), CLEAN, corrupt(), points=point)
+
+
+MEASUREMENTS: dict[str, Callable[[HookedTransformer, Any], object]] = {
+    "route_map": lambda model, tokens: route_map(model, tokens, tokens),
+    "route_map, corrupted": lambda model, tokens: route_map(model, CLEAN, tokens),
+    "attribution_map": lambda model, tokens: attribution_map(model, tokens, tokens),
+    "path_map": lambda model, tokens: path_map(model, tokens, tokens),
+    "replacement_margins": lambda model, tokens: replacement_margins(model, tokens),
+    "mean_reference": lambda model, tokens: mean_reference(model, tokens, [mlp_site(0)]),
+    "zero_reference": lambda model, tokens: zero_reference(model, tokens, [mlp_site(0)]),
+    "resampled_reference": lambda model, tokens: resampled_reference(model, tokens, [mlp_site(0)]),
+    "resampled_reference, pool": lambda model, tokens: resampled_reference(
+        model, CLEAN, [mlp_site(0)], pool=tokens
+    ),
+    "mean_replacement": lambda model, tokens: mean_replacement(
+        [mlp_site(0)], zero_reference(model, CLEAN, [mlp_site(0)]), tokens
+    ),
+    "transplant": lambda model, tokens: transplant(model, model, tokens),
+    "transplant_activations": lambda model, tokens: transplant_activations(
+        model, tokens, [mlp_site(0)], role="query"
+    ),
+    "head_scores": lambda model, tokens: head_scores(model, tokens),
+    "direct_logit_attribution": lambda model, tokens: direct_logit_attribution(model, tokens),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("tool", MEASUREMENTS)
+def test_raw_tokens_are_no_trials(tool: str) -> None:
+    for tokens in (CLEAN.tokens, CLEAN.tokens.tolist()):
+        with pytest.raises(HysteresisError, match=r"a (Tensor|list) is no Trials: .*Trials.of\("):
+            MEASUREMENTS[tool](a_model(), tokens)
 
 
 def test_names_given_twice_count_once_and_layouts_do_not_matter() -> None:

@@ -13,8 +13,17 @@ from tl_hysteresis.checks import check_sites
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.interventions import intervene, overwrite, read_activations
 from tl_hysteresis.routes import route_map
-from tl_hysteresis.sites import Site, check_trials, hook_name, trial_slices
+from tl_hysteresis.sites import (
+    Component,
+    Site,
+    check_trials,
+    component_sites,
+    components,
+    hook_name,
+    trial_slices,
+)
 from tl_hysteresis.tasks import Trials
+from tl_hysteresis.transplants import weight_components
 
 CLEAN, CORRUPTED = trials_pair()
 EVERYWHERE = torch.ones_like(CLEAN.tokens, dtype=torch.bool)
@@ -102,6 +111,55 @@ def test_a_write_that_would_not_be_honoured_is_refused_and_a_read_is_not(name: s
         with intervene(model, [("blocks.1.ln2.hook_in", lambda act, hook: value)]):
             model(CORRUPTED.tokens)
     assert unchanged()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_write_in_place_that_would_not_be_honoured_is_refused(inference: bool) -> None:
+    """A hook that returns nothing can still write; one that only looks is let through."""
+    model, name = a_model("native bridge"), "blocks.1.hook_resid_mid"
+    seen: list[Tensor] = []
+    with torch.inference_mode(inference), torch.no_grad():
+
+        def zero(activation: Tensor, hook: HookPoint) -> None:
+            activation[:, 2] = 0.0
+
+        for at in (name, "blocks.0.attn.hook_pattern"):
+            with pytest.raises(HysteresisError, match=f"a write at {at} is"):
+                with intervene(model, [(at, zero)]):
+                    model(CLEAN.tokens)
+            with intervene(model, [(at, lambda act, hook: seen.append(act.clone().zero_()))]):
+                model(CLEAN.tokens)
+        with intervene(model, [("blocks.1.hook_resid_pre", zero)]):  # is honoured
+            model(CLEAN.tokens)
+    assert len(seen) == 2
+
+
+SWITCHES = {
+    "attn.hook_result": "set_use_attn_result",
+    "hook_q_input": "set_use_split_qkv_input",
+    "hook_v_input": "set_use_split_qkv_input",
+    "hook_mlp_in": "set_use_hook_mlp_in",
+    "hook_attn_in": "set_use_attn_in",
+}
+
+
+@pytest.mark.parametrize("name", ["LN", "GPT-2 bridge"])
+@pytest.mark.parametrize("point", SWITCHES)
+def test_what_switches_a_hook_point_on_is_said(name: str, point: str) -> None:
+    model, at = a_model(name), f"blocks.1.{point}"
+    expected = rf"hook point {at} never fires before model.{SWITCHES[point]}\(True\)"
+    with pytest.raises(HysteresisError, match=expected):
+        read_activations(model, CLEAN, [at])
+    with pytest.raises(HysteresisError, match=expected):
+        with intervene(model, [(at, lambda act, hook: None)]):
+            model(CLEAN.tokens)
+    getattr(model, SWITCHES[point])(True)
+    assert len(read_activations(model, CLEAN, [at])[at]) == len(CLEAN)
+
+
+def test_a_map_says_what_switches_its_point_on() -> None:
+    with pytest.raises(HysteresisError, match=r"model.set_use_attn_result\(True\)"):
+        route_map(a_model("LN"), CLEAN, CORRUPTED, points="result")
 
 
 def test_a_pattern_that_the_native_bridge_ignores_is_refused_in_a_map() -> None:
@@ -192,6 +250,31 @@ def test_autocast_and_bad_counts() -> None:
 def test_a_short_name_that_says_its_own_layer_is_refused(point: Any) -> None:
     with pytest.raises(HysteresisError, match="is no point of a layer"):
         hook_name(a_model("LN"), point, 0)
+
+
+def test_components_can_be_named_one_by_one_or_in_lists() -> None:
+    model = a_model("LN")
+    expected = component_sites(model, "L1H3", "L0 MLP", "L0 heads")
+    assert component_sites(model, ["L1H3", "L0 MLP"], "L0 heads") == expected
+    with pytest.raises(HysteresisError, match="no component 'L9H3'; there are all heads"):
+        component_sites(model, ["L1H3", "L9H3"])
+
+
+@pytest.mark.parametrize("name", ["LN", "attention only"])
+def test_the_name_of_every_component_is_understood(name: str) -> None:
+    model = a_model(name)
+    for component in (*components(model), *weight_components(model)):
+        if component not in ("everything", "embedding", "unembedding"):
+            found = Component.of(component)
+            assert found is not None and found.is_in(model), component
+    assert Component.of("L0 norms") == Component("norms", 0)
+    for other in ("L2H0", "L0H4", "L2 heads", "L2 MLP"):
+        absent = Component.of(other)
+        assert absent is not None and not absent.is_in(model)
+    for wrong in ("", "L0", "L0H", "l0h1", "L-1H0", "L0H1 ", "L0 mlp", "heads", "L0H1H2"):
+        assert Component.of(wrong) is None
+    mlp = Component.of("L0 MLP")
+    assert mlp is not None and mlp.is_in(model) == (name == "LN")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -1,9 +1,11 @@
 """Statistics against hand-computed answers, identities, scipy and slow, obvious references."""
 
+import bisect
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pandas as pd
@@ -20,6 +22,7 @@ from tl_hysteresis.statistics import (
     equivalence_test,
     holm,
     mean_interval,
+    proportion_interval,
     ratio_interval,
     sign_flip_test,
 )
@@ -168,11 +171,26 @@ class TestMeanInterval:
     @given(st.lists(exact_values, min_size=2, max_size=5), levels)
     @unhurried
     def test_bootstrap_of_few_values_is_exact(self, values: list[float], level: float) -> None:
-        n = len(values)
-        means = [sum(resample) / n for resample in itertools.product(values, repeat=n)]
-        expected = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+        n, tail = len(values), (1 - Fraction(str(level))) / 2
+        sums = sorted(map(sum, itertools.product(values, repeat=n)))
+        room = tail * len(sums)
+        low = max(x for x in set(sums) if bisect.bisect_left(sums, x) < room)
+        high = min(x for x in set(sums) if len(sums) - bisect.bisect_right(sums, x) < room)
         interval = mean_interval(values, level=level, method="bootstrap")
-        assert [interval.low, interval.high] == pytest.approx(expected, abs=1e-12)
+        assert [interval.low, interval.high] == pytest.approx([low / n, high / n], abs=1e-12)
+
+    def test_bootstrap_of_two_and_three_values_by_hand(self) -> None:
+        # Of 4 resamples one, 25 %, is the smaller value twice: more than the tail of 2.5 %.
+        two = mean_interval([1.0, 3.0], method="bootstrap")
+        assert (two.low, two.high) == pytest.approx((1.0, 3.0), abs=1e-15)
+        # Of 27 one, 3.7 %, is the smallest thrice; the next, 0, 0, 3, comes in three orders.
+        three = mean_interval([0.0, 3.0, 9.0], method="bootstrap")
+        assert (three.low, three.high) == pytest.approx((0.0, 9.0), abs=1e-15)
+        three = mean_interval([0.0, 3.0, 9.0], method="bootstrap", level=0.8)
+        assert (three.low, three.high) == pytest.approx((1.0, 7.0), abs=1e-15)
+        # A tie of the tail with a resample, at 25 % of 4, is cut on both sides alike.
+        tie = mean_interval([1.0, 3.0], method="bootstrap", level=0.5)
+        assert (tie.low, tie.high) == pytest.approx((1.0, 3.0), abs=1e-15)
 
     def test_bootstrap_of_six_values_is_exact_and_of_seven_is_drawn(self) -> None:
         def interval(n: int, seed: int) -> Interval:
@@ -335,6 +353,21 @@ class TestCorrelationInterval:
         assert math.atanh(pair.estimate) == pytest.approx(z_of_one / 2)
 
 
+class TestProportionInterval:
+    def test_all_or_none_by_hand(self) -> None:
+        """Where all n hold, the low end is the p with p**n = 2.5 %; the high end is 1."""
+        every, none = proportion_interval([1.0] * 5), proportion_interval([0.0] * 5)
+        assert (every.low, every.high) == pytest.approx((0.025 ** (1 / 5), 1.0))
+        assert (none.low, none.high) == pytest.approx((0.0, 1 - 0.025 ** (1 / 5)))
+        assert (every.estimate, every.method, every.n) == (1.0, "Clopper-Pearson", 5)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_ends_are_the_shares_that_just_leave_the_tails(self, level: float) -> None:
+        interval, tail = proportion_interval([1, 0, 1, 1, 0, 1], level=level), (1 - level) / 2
+        assert stats.binom.sf(3, 6, interval.low) == pytest.approx(tail)
+        assert stats.binom.cdf(4, 6, interval.high) == pytest.approx(tail)
+
+
 class TestHolm:
     def test_by_hand(self) -> None:
         # In order of size: 4 x 0.005, 3 x 0.01, 2 x 0.03, and 1 x 0.04, raised to its predecessor.
@@ -445,6 +478,9 @@ BAD_INPUTS: list[tuple[Callable[[], object], str]] = [
     (lambda: mean_interval(GAPS, level=95.0), "level is 95.0"),
     (lambda: mean_interval(GAPS, level=math.nan), "level is nan"),
     (lambda: mean_interval(GAPS, method="bootstrap", seed=-1), "seed is -1"),
+    (lambda: proportion_interval([]), "hits has n = 0"),
+    (lambda: proportion_interval([1.0, 0.5]), r"hits\[1\] is 0.5, but every value must be 0 or 1"),
+    (lambda: proportion_interval([1.0], level=1.0), "level is 1.0"),
     (lambda: ratio_interval([1.0], [1.0]), "numerator has n = 1, but an interval over seeds"),
     (lambda: ratio_interval([1.0, 2.0], [1.0]), "denominator has n = 1"),
     (lambda: ratio_interval([1.0, 2.0], [1.0, 2.0, 3.0]), "2 values and denominator 3, but"),

@@ -74,7 +74,18 @@ def attribution_map(
             found.append((product * chosen[:, part]).sum(dim=2))
         parts.append((torch.cat(found), here, logit_margin(logits, clean.select(part))))
     effects, here, there = (torch.cat(p, dim=-1).cpu().double() for p in zip(*parts, strict=True))
-    return RouteMap.of(model, clean, corrupted, labels, effects, here, there, direction, shares)
+    return RouteMap.of(
+        model,
+        clean,
+        corrupted,
+        labels,
+        effects,
+        here,
+        there,
+        direction,
+        shares,
+        method="attribution",
+    )
 
 
 def _gradients(

@@ -12,7 +12,12 @@ from scipy import stats
 
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.routes import SITE_AXES, EffectMap, dominant_head
-from tl_hysteresis.statistics import Interval, correlation_interval, mean_interval
+from tl_hysteresis.statistics import (
+    Interval,
+    correlation_interval,
+    mean_interval,
+    proportion_interval,
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class RouteComparison:
     spearman: float
     """Spearman's rank correlation: do they matter in the same order?"""
     gain: float
-    """Slope through the origin of the first map on the second: how much more strongly?"""
+    """Slope through the origin of first ≈ gain · second: how much more strongly?"""
     overlap: float
     """Share of the `k` sites with the largest effects in size that the two maps have in common."""
     k: int
@@ -50,6 +55,11 @@ def compare_routes(
     seed: int = 0,
 ) -> RouteComparison:
     """Compare the effects of two route maps, or of their tables, over the same sites.
+
+    The gain goes from the second map to the first: it is the slope through the origin of
+    first ≈ gain · second, and above 1 where the effects of the first are the larger ones. Exchanged
+    maps have another gain, which is its inverse only where the maps are proportional; the
+    correlations and the overlap are the same both ways.
 
     Maps with effects of several trials get percentile bootstrap intervals over trials: the same
     trials are drawn for both maps where both were measured on the same ones, else each map's own.
@@ -134,21 +144,50 @@ def compare_seeds(
 ) -> pd.DataFrame:
     """Compare one pair of maps a seed, with intervals over seeds.
 
+    The seeds are what is sampled, so no map may stand in two pairs.
+
+    Args:
+        pairs: of each seed its two maps, or their tables: (first, second), as `compare_routes`
+            takes them.
+        k: how many of the strongest sites `overlap` looks at.
+
     Returns:
         One row for each of `topology`, `spearman`, `gain`, `overlap`, and, for maps with heads,
-        `same_dominant_head` (a share of the seeds): `estimate`, the mean over seeds; `t_low`,
-        `t_high`, for the two correlations on Fisher's z scale; `bootstrap_low`, `bootstrap_high`,
-        the bootstrap over seeds; `n`, the number of seeds.
+        `same_dominant_head` (a share of the seeds): `estimate`, the mean over seeds; `low`, `high`
+        and by which `method`; `bootstrap_low`, `bootstrap_high`, the bootstrap over seeds, which is
+        a point where all seeds have one value; `n`, the number of seeds. The methods: "Fisher z"
+        for the two correlations, "t" for the gain, "t within [0, 1]", where it is cut, for the
+        overlap, "Clopper-Pearson" for `same_dominant_head`.
 
     Raises:
-        HysteresisError: fewer than two pairs, or what `compare_routes` refuses, with its seed.
+        HysteresisError: fewer than two pairs, what is no pair of maps, a map in two pairs, or what
+            `compare_routes` refuses, with its seed.
+
+    Example:
+        >>> sites = {"layer": [0, 0, 1], "point": ["resid_pre"] * 3, "role": ["a", "b", "a"]}
+        >>> one, two, three, four = (
+        ...     pd.DataFrame({**sites, "effect": effects})
+        ...     for effects in ([0.0, 1.0, 2.0], [0.0, 0.5, 1.0], [0.1, 3.0, 3.0], [0.0, 1.0, 1.0])
+        ... )
+        >>> found = compare_seeds([(one, two), (three, four)])  # a pair for each of two seeds
+        >>> found["method"].to_list()
+        ['Fisher z', 'Fisher z', 't', 't within [0, 1]']
     """
     found = []
-    for number, (first, second) in enumerate(pairs):
+    owner: dict[bytes, int] = {}
+    for number, (first, second) in enumerate(_checked_pairs(pairs)):
         try:
-            found.append(compare_routes(*_tables(first, second), k=k))
+            tables = _tables(first, second)
+            found.append(compare_routes(*tables, k=k))
         except HysteresisError as error:
             raise HysteresisError(f"pair {number}: {error}") from error
+        for table in tables:
+            effects = np.sort(table["effect"].to_numpy(float)).tobytes()
+            if owner.setdefault(effects, number) != number:
+                raise HysteresisError(
+                    f"pairs {owner[effects]} and {number} share a map, so they are not independent "
+                    "seeds: each map may stand in one pair"
+                )
     columns = {
         name: [float(getattr(comparison, name)) for comparison in found]
         for name in ("topology", "spearman", "gain", "overlap")
@@ -158,16 +197,47 @@ def compare_seeds(
         columns["same_dominant_head"] = [float(p is not None and p[0] == p[1]) for p in heads]
     rows = []
     for name, values in columns.items():
-        correlation = name in ("topology", "spearman")
-        t = correlation_interval(values) if correlation else mean_interval(values)
+        over_seeds = {
+            "topology": correlation_interval,
+            "spearman": correlation_interval,
+            "same_dominant_head": proportion_interval,
+        }.get(name, mean_interval)(values)
+        low, high, method = over_seeds.low, over_seeds.high, over_seeds.method
+        if name == "overlap":  # a share, of which Student's t does not know that it has bounds
+            low, high, method = max(low, 0.0), min(high, 1.0), "t within [0, 1]"
         bootstrap = mean_interval(values, method="bootstrap")
-        ends = [t.low, t.high]
-        if name in ("overlap", "same_dominant_head"):  # shares, where Student's t knows no bounds
-            ends = [min(max(end, 0.0), 1.0) for end in ends]
-        bounds = (*ends, bootstrap.low, bootstrap.high)
+        bounds = (low, high, method, bootstrap.low, bootstrap.high)
         rows.append((name, bootstrap.estimate, *bounds, len(values)))
-    names = ["quantity", "estimate", "t_low", "t_high", "bootstrap_low", "bootstrap_high", "n"]
+    names = [
+        "quantity",
+        "estimate",
+        "low",
+        "high",
+        "method",
+        "bootstrap_low",
+        "bootstrap_high",
+        "n",
+    ]
     return pd.DataFrame(rows, columns=names)
+
+
+def _checked_pairs(
+    pairs: Sequence[tuple[EffectMap | pd.DataFrame, EffectMap | pd.DataFrame]],
+) -> list[tuple[EffectMap | pd.DataFrame, EffectMap | pd.DataFrame]]:
+    if isinstance(pairs, EffectMap | pd.DataFrame):
+        raise HysteresisError("compare_seeds takes a list of pairs of maps, one pair for each seed")
+    pairs = list(pairs)
+    for number, pair in enumerate(pairs):
+        maps = pair if isinstance(pair, tuple | list) else [pair]
+        if len(maps) != 2 or not all(isinstance(m, EffectMap | pd.DataFrame) for m in maps):
+            found = ", ".join(type(m).__name__ for m in maps)
+            raise HysteresisError(f"pair {number} is no (first map, second map), but ({found})")
+    if len(pairs) < 2:
+        raise HysteresisError(
+            f"{len(pairs)} pair of maps: an interval over seeds needs at least two; compare_routes "
+            "compares one"
+        )
+    return pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +264,35 @@ def agreement(exact: EffectMap, approximate: EffectMap, *, k: int = 5) -> Agreem
     In its `comparison` the approximate map comes first: approximate is about gain times exact, and
     `dominant_heads` are the approximate one's and the exact one's.
 
+    Args:
+        exact: a map by patching, from `route_map`.
+        approximate: the map that is judged.
+        k: how many of the strongest sites `overlap` looks at.
+
     Raises:
-        HysteresisError: maps of different trials, sites or directions, or what `compare_routes`
-            refuses.
+        HysteresisError: an attribution map in the place of the exact one; maps of different models,
+            trials, sites or directions; or what `compare_routes` refuses.
+
+    Example:
+        >>> import torch
+        >>> from tl_hysteresis.attribution import attribution_map
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> from tl_hysteresis.routes import route_map
+        >>> from tl_hysteresis.tasks import Trials
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+        >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8) for t in tokens)
+        >>> exact = route_map(model, clean, corrupted, points="v")
+        >>> found = agreement(exact, attribution_map(model, clean, corrupted, points="v"))
+        >>> found.comparison.topology > 0.9, found.mean_error < 0.1 * found.largest_effect
+        (True, True)
     """
+    if exact.method == "attribution":
+        raise HysteresisError(
+            f"the exact map was made by {exact.method}, the approximate one by "
+            f"{approximate.method}: say agreement(exact, approximate), the exact one by route_map"
+        )
     if exact.trials != approximate.trials:
         raise HysteresisError("the two maps were measured on different trials")
     if exact.corrupted_tokens != approximate.corrupted_tokens:

@@ -41,9 +41,10 @@ def intervene(model: HookedModel, hooks: Sequence[Hook]) -> Iterator[HookedModel
     """Run a model under interventions; hooks that were there before stay, these go at the end.
 
     Raises:
-        HysteresisError: a hook point that the model does not have; a write that the model would
-            ignore or apply by half; or, at the end of the block, a hook that never fired: it was
-            skipped, and what was measured is not the intervention.
+        HysteresisError: a hook point that the model does not have, or has switched off; a write,
+            in place or returned, that the model would ignore or apply by half; or, at the end of
+            the block, a hook that never fired: it was skipped, and what was measured is not the
+            intervention.
 
     Example:
         >>> from tl_hysteresis.config import ModelConfig
@@ -68,10 +69,13 @@ def intervene(model: HookedModel, hooks: Sequence[Hook]) -> Iterator[HookedModel
 
         def run(activation: Tensor, hook: HookPoint) -> Tensor | None:
             silent.pop(index, None)
+            if name not in refused:
+                return function(activation, hook)
+            before = _state(activation)
             written = function(activation, hook)
-            if written is not None and name in refused:
+            if written is not None or not _is_in(before, activation):
                 raise HysteresisError(refused[name])
-            return written
+            return None
 
         return name, run
 
@@ -80,6 +84,17 @@ def intervene(model: HookedModel, hooks: Sequence[Hook]) -> Iterator[HookedModel
         yield model
     if silent:
         raise HysteresisError(f"hooks that never fired: {', '.join(sorted(set(silent.values())))}")
+
+
+def _state(activation: Tensor) -> int | Tensor:
+    """What tells whether a tensor is edited: its version, or a copy in inference mode."""
+    return activation.clone() if activation.is_inference() else activation._version
+
+
+def _is_in(before: int | Tensor, activation: Tensor) -> bool:
+    if isinstance(before, int):
+        return activation._version == before
+    return bool(torch.isclose(activation, before, 0.0, 0.0, equal_nan=True).all())
 
 
 def patch_activations(

@@ -7,7 +7,6 @@ between them stays as it was.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -25,6 +24,7 @@ from tl_hysteresis.patching import BaseRun, patched_margins
 from tl_hysteresis.routes import By, Direction, EffectMap, choices, two_runs
 from tl_hysteresis.sites import (
     MAX_BYTES,
+    Component,
     HookedModel,
     Site,
     as_list,
@@ -59,6 +59,18 @@ class PathMap(EffectMap):
 
         Raises:
             HysteresisError: an input, or values, that the map does not have.
+
+        Example:
+            >>> from tl_hysteresis.config import ModelConfig
+            >>> from tl_hysteresis.models import build_model, hooked_config
+            >>> config = hooked_config(ModelConfig(n_heads=2), d_vocab=32, n_ctx=17)
+            >>> model = build_model(config, seed=0)
+            >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+            >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8) for t in tokens)
+            >>> paths = path_map(model, clean, corrupted, senders="L0 heads", receivers="L1 heads")
+            >>> matrix = paths.matrix("k")
+            >>> list(matrix.index), list(matrix.columns)
+            (['L0H0', 'L0H1'], ['L1H0', 'L1H1'])
         """
         self._check_values(values)
         part = self.table[self.table["input"] == input]
@@ -102,8 +114,9 @@ def path_map(
         model: any hooked model.
         clean: trials.
         corrupted: the same trials with other tokens.
-        senders: "L0H3", "L0 MLP", or "embed" for token and position embedding; None for all.
-        receivers: "L1H2", or "logits"; None for all.
+        senders: "L0H3", "L0 MLP", or "embed" for token and position embedding; "L0 heads" or "all
+            heads" for each of these heads; None for all.
+        receivers: "L1H2", "L1 heads" or "all heads" for each of these, or "logits"; None for all.
         inputs: of the receiving heads: "q", "k", "v".
         by: a path at "all" positions at once, or at those of each "role", or at each "position".
         roles: names of roles; None for all.
@@ -262,50 +275,53 @@ def _paths(
     inputs: Sequence[str],
 ) -> list[tuple[_End, _End]]:
     """The pairs, sender by sender, whose receiver lies above the sender."""
-    layers, heads = range(model.cfg.n_layers), range(model.cfg.n_heads)
-    every = [f"L{layer}H{head}" for layer in layers for head in heads]
     if senders is None:
-        mlps = [] if model.cfg.attn_only else [f"L{layer} MLP" for layer in layers]
-        senders = [EMBED, *every, *mlps]
+        layers = [] if model.cfg.attn_only else range(model.cfg.n_layers)
+        senders = [EMBED, "all heads", *(f"L{layer} MLP" for layer in layers)]
     unknown = [name for name in inputs if name not in INPUTS]
     if unknown:
         raise HysteresisError(f"no input {unknown[0]!r}; a head has q, k and v")
     groups = n_key_heads(model)
     ends = []
-    for name in receivers if receivers is not None else [*every, LOGITS]:
+    for name in receivers if receivers is not None else ["all heads", LOGITS]:
         if name == LOGITS:
             ends.append(_End(LOGITS, model.cfg.n_layers))
             continue
-        end = _component(model, name)
-        if end.head is None:
-            raise HysteresisError(f"receivers are heads or {LOGITS!r}; found {name!r}")
-        for input in inputs:
-            if input == "q" or end.head < groups:
-                ends.append(replace(end, input=input))
-            elif receivers is not None:
-                raise HysteresisError(
-                    f"{name} has no {input} of its own: the model has {groups} groups of keys and "
-                    "values, and as their receiver a head is the number of a group"
-                )
-    starts = [_component(model, name) for name in senders]
-    paths = [(s, r) for s in starts for r in ends if s.layer < r.layer]
+        found = _ends(model, name)
+        for end in found:
+            if end.head is None:
+                raise HysteresisError(f"receivers are heads or {LOGITS!r}; found {name!r}")
+            for input in inputs:
+                if input == "q" or end.head < groups:
+                    ends.append(replace(end, input=input))
+                elif end.name == name:  # one of several heads is left out: its group is there
+                    raise HysteresisError(
+                        f"{name} has no {input} of its own: the model has {groups} groups of keys "
+                        "and values, and as their receiver a head is the number of a group"
+                    )
+    starts = dict.fromkeys(start for name in senders for start in _ends(model, name))
+    paths = [(s, r) for s in starts for r in dict.fromkeys(ends) if s.layer < r.layer]
     if not paths:
         raise HysteresisError("no path leads from these senders to these receivers")
     return paths
 
 
-def _component(model: HookedModel, name: str) -> _End:
-    """A sender or receiver from its name."""
+def _ends(model: HookedModel, name: str) -> list[_End]:
+    """A sender or receiver from its name, or each head of several."""
     if name == EMBED:
-        return _End(EMBED, -1)
-    match = re.fullmatch(r"L(\d+)(?:H(\d+)| (MLP))", name)
-    if match is None:
-        raise HysteresisError(f"{name!r} is no component: say 'L0H3', 'L0 MLP' or {EMBED!r}")
-    layer, head = int(match[1]), None if match[2] is None else int(match[2])
-    if layer >= model.cfg.n_layers or (head is not None and head >= model.cfg.n_heads):
+        return [_End(EMBED, -1)]
+    found = Component.of(name)
+    if found is None or found.part == "norms":
         raise HysteresisError(
-            f"no {name}: the model has {model.cfg.n_layers} layers of {model.cfg.n_heads} heads"
+            f"{name!r} is no component: say 'L0H3', 'L0 heads', 'L0 MLP' or {EMBED!r}"
         )
-    if head is None and model.cfg.attn_only:
-        raise HysteresisError(f"no {name}: the model has no MLPs")
-    return _End(name, layer, head)
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    if not found.is_in(model):
+        without = found.part == "MLP" and model.cfg.attn_only
+        has = "no MLPs" if without else f"{n_layers} layers of {n_heads} heads"
+        raise HysteresisError(f"no {name}: the model has {has}")
+    layers = range(n_layers) if found.layer is None else [found.layer]
+    if found.part == "MLP":
+        return [_End(name, layer) for layer in layers]
+    heads = range(n_heads) if found.head is None else [found.head]
+    return [_End(f"L{layer}H{head}", layer, head) for layer in layers for head in heads]

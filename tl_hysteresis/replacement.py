@@ -27,6 +27,7 @@ from tl_hysteresis.sites import (
     HookedModel,
     Site,
     check_are_sites,
+    check_are_trials,
     check_trials,
     one_trial,
     trial_slices,
@@ -185,12 +186,24 @@ def mean_reference(
         HysteresisError: a site that the model does not have, trials that it cannot run, or means by
             role of trials without roles.
 
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> tokens = torch.randint(16, (8, 17), generator=torch.Generator().manual_seed(0))
+        >>> roles = ["context"] * 16 + ["query"]
+        >>> trials = Trials.of(tokens, [16] * 8, [31] * 8, roles=roles)
+        >>> site = Site("blocks.0.hook_mlp_out")
+        >>> reference = mean_reference(model, trials, [site])
+        >>> reference.by, reference.role_names, reference.values[site].shape
+        ('role', ('context', 'query'), torch.Size([2, 64]))
+
     Source: mean ablation; the reference of Zuo (2026) is "their mean over examples in that same
     checkpoint".
     """
     sites = check_are_sites(sites)  # each once: one that is named twice is summed once
-    by = by or ("position" if trials.roles is None else "role")
     check_trials(model, trials)
+    by = by or ("position" if trials.roles is None else "role")
     groups, names, positions = _groups(trials, by)
     n_groups = int(groups.max()) + 1
     counts = torch.bincount(groups.flatten(), minlength=n_groups)
@@ -223,8 +236,19 @@ def zero_reference(model: HookedModel, trials: Trials, sites: Sequence[Site]) ->
 
     Raises:
         HysteresisError: a site that the model does not have, or trials that it cannot run.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> model = build_model(hooked_config(ModelConfig(), d_vocab=32, n_ctx=17), seed=0)
+        >>> trials = Trials.of(torch.arange(17)[None], [16], [31])
+        >>> site = Site("blocks.0.attn.hook_z", head=1)
+        >>> reference = zero_reference(model, trials, [site])
+        >>> reference.by, reference.values[site].shape, int(reference.values[site].count_nonzero())
+        ('position', torch.Size([17, 16]), 0)
     """
     sites = check_are_sites(sites)
+    check_are_trials(trials)
     cache = read_activations(model, one_trial(model, trials), {site.name for site in sites})
     values = {site: torch.zeros_like(site.read(cache[site.name])[0]) for site in sites}
     return Reference(values, "position", origin=_origin("zero", model, trials))
@@ -257,6 +281,7 @@ def resampled_reference(
     Source: resample ablation, Chan et al. (2022), Causal scrubbing.
     """
     sites = check_are_sites(sites)
+    check_are_trials(trials, *([] if pool is None else [pool]))
     n, generator = len(trials), torch.Generator().manual_seed(seed)
     if pool is None:
         if n < 2:
@@ -287,7 +312,10 @@ def mean_replacement(
     role: str | Sequence[str] | None = None,
     positions: Bool[Tensor, "trial pos"] | None = None,
 ) -> list[Hook]:
-    """Hooks that replace the activations of all the given sites at once by a reference's values.
+    """Hooks that replace activations by a reference's values, by default at all positions.
+
+    All the given sites are replaced at once. A `role`, or `positions`, says where; the default of
+    `replacement_margins` is another one, the role "query".
 
     With a reference of means, what varies between trials at these sites is gone, and with it any
     influence of the prompt through them; their average effect stays.
@@ -319,6 +347,7 @@ def mean_replacement(
         torch.Size([8, 17, 32])
     """
     sites = check_are_sites(sites)
+    check_are_trials(trials)
     if role is not None and positions is not None:
         raise HysteresisError("role and positions both say where to replace: give one of them")
     if role is not None:

@@ -29,6 +29,7 @@ from tl_hysteresis.sites import (
     Site,
     as_list,
     check_are_sites,
+    check_are_trials,
     check_budget,
     check_conflict,
     check_trials,
@@ -45,6 +46,7 @@ SITE_AXES = ("layer", "point", "head", "role", "position", "sender", "receiver",
 
 By = Literal["role", "position", "all"]
 Direction = Literal["denoising", "noising"]
+Method = Literal["patching", "attribution"]
 Map = TypeVar("Map", bound="EffectMap")
 Sites = list[tuple[int, str, Site]]
 """Sites with their layer and point."""
@@ -57,12 +59,15 @@ def replacement_margins(
     role: str | None = "query",
     parts: Mapping[str, Sequence[Site]] | None = None,
 ) -> pd.DataFrame:
-    """Mean margin with each component replaced by its mean at the positions of a role.
+    """Mean margin with each component replaced by its mean, by default at the role "query" alone.
+
+    Another `role` replaces there, and `role=None` at all positions, which is what
+    `mean_replacement` does by default.
 
     Args:
         model: any hooked model; the means are its own, over these trials, role by role.
         trials: with roles.
-        role: where to replace; None for all positions.
+        role: where to replace: "query" if not given; None for all positions.
         parts: the sites that are replaced at once, by a name; None for all `components`.
 
     Returns:
@@ -105,6 +110,7 @@ class EffectMap:
         trials: fingerprint of the clean trials.
         corrupted_tokens: fingerprint of the corrupted ones, with the answers of the clean.
         model: fingerprint of the model.
+        method: "patching", which is exact, or "attribution", which is to first order.
     """
 
     table: pd.DataFrame
@@ -115,6 +121,7 @@ class EffectMap:
     trials: str
     corrupted_tokens: str = ""
     model: str = ""
+    method: Method = "patching"
 
     @classmethod
     def of(
@@ -128,6 +135,7 @@ class EffectMap:
         there: Float[Tensor, " trial"],
         direction: Direction,
         shares: bool,
+        method: Method = "patching",
     ) -> Map:
         """A map from effects, and the margins of the run patched into and of the other."""
         mean = effects.mean(dim=1).numpy()
@@ -143,12 +151,13 @@ class EffectMap:
             trials=clean.fingerprint,
             corrupted_tokens=corrupted.with_answers_of(clean).fingerprint,
             model=fingerprint(model),
+            method=method,
         )
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({len(self.table)} sites, {self.effects.shape[1]} trials, "
-            f"{self.direction}, margin {self.clean.mean():+.3f} clean, "
+            f"{self.direction} by {self.method}, margin {self.clean.mean():+.3f} clean, "
             f"{self.corrupted.mean():+.3f} corrupted)"
         )
 
@@ -214,6 +223,18 @@ class RouteMap(EffectMap):
 
         Raises:
             HysteresisError: a point, or values, that the map does not have.
+
+        Example:
+            >>> from tl_hysteresis.config import ModelConfig
+            >>> from tl_hysteresis.models import build_model, hooked_config
+            >>> config = hooked_config(ModelConfig(n_heads=2), d_vocab=32, n_ctx=17)
+            >>> model = build_model(config, seed=0)
+            >>> tokens = torch.randint(16, (2, 8, 17), generator=torch.Generator().manual_seed(0))
+            >>> roles = ["context"] * 16 + ["query"]
+            >>> clean, corrupted = (Trials.of(t, [16] * 8, [31] * 8, roles=roles) for t in tokens)
+            >>> matrix = route_map(model, clean, corrupted, points="z").matrix("z")
+            >>> list(matrix.index), list(matrix.columns)
+            (['L0H0', 'L0H1', 'L1H0', 'L1H1'], ['context', 'query'])
         """
         self._check_values(values)
         part = self._at(point)
@@ -366,6 +387,7 @@ def two_runs(
     """
     if direction not in ("denoising", "noising"):
         raise HysteresisError(f'direction is {direction!r}, but must be "denoising" or "noising"')
+    check_are_trials(clean, corrupted)
     if clean.tokens.shape != corrupted.tokens.shape:
         raise HysteresisError(
             f"clean trials are {tuple(clean.tokens.shape)}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,16 @@ HookedModel = HookedTransformer | TransformerBridge
 
 STREAM = ("resid_pre", "resid_mid", "resid_post")
 """Points of the residual stream: before a layer, between its attention and its MLP, after it."""
+
+SWITCHED = {
+    "attn.hook_result": "use_attn_result",
+    "hook_q_input": "use_split_qkv_input",
+    "hook_k_input": "use_split_qkv_input",
+    "hook_v_input": "use_split_qkv_input",
+    "hook_mlp_in": "use_hook_mlp_in",
+    "hook_attn_in": "use_attn_in",
+}
+"""Hook points that do not fire before a setting of the model is on, by how their names end."""
 
 MAX_BYTES = 1 << 26
 """Default budget of activations held at a time, in bytes (64 MiB)."""
@@ -126,8 +137,52 @@ def components(model: HookedModel) -> dict[str, list[Site]]:
     return found
 
 
-def component_sites(model: HookedModel, *names: str) -> list[Site]:
+@dataclass(frozen=True)
+class Component:
+    """What a component's name says: "all heads", "L0 heads", "L0H3", "L0 MLP" or "L0 norms".
+
+    Attributes:
+        part: "heads" (one where `head` says which, else all of the layer, or of all layers), "MLP"
+            or "norms".
+        layer: its layer; None for all.
+        head: the head, of one.
+
+    Example:
+        >>> Component.of("L1H3")
+        Component(part='heads', layer=1, head=3)
+        >>> Component.of("nose") is None
+        True
+    """
+
+    part: str
+    layer: int | None = None
+    head: int | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Component | None:
+        """A component from its name, or None for what is no such name."""
+        if name == "all heads":
+            return cls("heads")
+        match = re.fullmatch(r"L(\d+)(?:H(\d+)| (heads|MLP|norms))", name)
+        if match is None:
+            return None
+        if match[2] is None:
+            return cls(match[3], int(match[1]))
+        return cls("heads", int(match[1]), int(match[2]))
+
+    def is_in(self, model: HookedModel) -> bool:
+        """Whether the model has this layer, this head, or any MLP."""
+        return (
+            (self.layer is None or self.layer < model.cfg.n_layers)
+            and (self.head is None or self.head < model.cfg.n_heads)
+            and not (self.part == "MLP" and model.cfg.attn_only)
+        )
+
+
+def component_sites(model: HookedModel, *names: str | Iterable[str]) -> list[Site]:
     """The sites of components by name, such as "L1H3", "L0 heads", "all heads" or "L0 MLP".
+
+    Names can stand by themselves or in lists.
 
     Raises:
         HysteresisError: a component that the model does not have.
@@ -140,10 +195,11 @@ def component_sites(model: HookedModel, *names: str) -> list[Site]:
         [Site(name='blocks.1.attn.hook_z', head=3), Site(name='blocks.0.hook_mlp_out', head=None)]
     """
     known = components(model)
-    for name in names:
+    single = [name for given in names for name in as_list(given)]
+    for name in single:
         if name not in known:
             raise HysteresisError(f"no component {name!r}; there are {', '.join(known)}")
-    return list(dict.fromkeys(site for name in names for site in known[name]))
+    return list(dict.fromkeys(site for name in single for site in known[name]))
 
 
 def as_list(names: str | Iterable[str]) -> list[str]:
@@ -176,6 +232,16 @@ def hook_name(model: HookedModel, point: str, layer: int) -> str:
         >>> hook_name(model, "z", 1)
         'blocks.1.attn.hook_z'
     """
+    if isinstance(point, str) and ("." in point or point.startswith("hook_")):
+        short = point.rsplit(".", 1)[-1].removeprefix("hook_")
+        raise HysteresisError(
+            f"{point!r} is the full name of a hook: a point of every layer goes by "
+            f"TransformerLens's short name, such as {short!r}"
+        )
+    if point in ("embed", "pos_embed"):
+        raise HysteresisError(
+            f"{point!r} is no point of a layer: embeddings are what 'resid_pre' of layer 0 holds"
+        )
     name = str(get_act_name(point, layer)) if isinstance(point, str) else repr(point)
     # TransformerLens lets a number in a short name, as in "z1", decide the layer.
     if not name.startswith(f"blocks.{layer}."):
@@ -185,9 +251,25 @@ def hook_name(model: HookedModel, point: str, layer: int) -> str:
 
 
 def check_hook_point(model: HookedModel, name: str) -> None:
-    """Refuse a hook point that the model does not have."""
+    """Refuse a hook point that the model does not have, or that is switched off."""
     if name not in model.hook_dict:
         raise HysteresisError(f"the model has no hook point {name!r}")
+    for end, setting in SWITCHED.items():
+        if name.endswith(end) and not getattr(model.cfg, setting, False):
+            raise HysteresisError(
+                f"the hook point {name} never fires before model.set_{setting}(True), which not "
+                "every model supports"
+            )
+
+
+def check_are_trials(*batches: Trials) -> None:
+    """Refuse tokens, or anything else, in the place of trials."""
+    for trials in batches:
+        if not isinstance(trials, Trials):
+            raise HysteresisError(
+                f"a {type(trials).__name__} is no Trials: wrap the tokens, with the two answers to "
+                "weigh, as Trials.of(tokens, contextual, fixed)"
+            )
 
 
 def check_trials(model: HookedModel, trials: Trials) -> None:
@@ -196,6 +278,7 @@ def check_trials(model: HookedModel, trials: Trials) -> None:
     Raises:
         HysteresisError: what does not fit, and why.
     """
+    check_are_trials(trials)
     device = next(model.parameters()).device
     if trials.tokens.device != device:
         raise HysteresisError(

@@ -150,8 +150,10 @@ def mean_interval(
         values: One value per seed, in any unit, which is the interval's too; at least 2.
         level: Confidence level, between 0 and 1.
         method: "t" is Student's interval. "bootstrap" is the percentile bootstrap over seeds: all
-            n**n resamples where n <= 6, otherwise 20,000 random ones. With few seeds it is too
-            narrow: at n = 5 and level 0.95 it covers the mean of normal values 85 % of the time.
+            n**n resamples where n <= 6, otherwise 20,000 random ones. Each end is the mean of a
+            resample, the innermost with less than (1 - level) / 2 of them beyond it; nothing is
+            interpolated. With few seeds it is too narrow: at level 0.95 it covers the mean of
+            normal values 85 % of the time at n = 5, 50 % at n = 2, where its ends are the values.
         seed: Seed of the Philox generator that draws the random resamples.
 
     Raises:
@@ -169,7 +171,7 @@ def mean_interval(
         half = error * float(stats.t.isf(tail, n - 1))
         return Interval(mean, mean - half, mean + half, level, method, n)
     if method == "bootstrap":
-        low, high = np.quantile(_resampled_means(array - mean, seed), [tail, 1 - tail]).tolist()
+        low, high = _outermost(_resampled_means(array - mean, seed), tail)
         return Interval(mean, mean + low, mean + high, level, method, n)
     raise HysteresisError(f'method is {method!r}, but must be "t" or "bootstrap"')
 
@@ -249,6 +251,32 @@ def correlation_interval(correlations: Values, *, level: float = 0.95) -> Interv
     z = mean_interval(np.arctanh(array.clip(-inside, inside)), level=level)
     estimate, low, high = np.tanh([z.estimate, z.low, z.high]).tolist()
     return Interval(estimate, low, high, level, "Fisher z", z.n)
+
+
+def proportion_interval(hits: Values, *, level: float = 0.95) -> Interval:
+    """Confidence interval for how often something holds over seeds, by Clopper and Pearson.
+
+    Example:
+        >>> print(proportion_interval([1.0, 1.0, 1.0, 1.0, 1.0]))
+        +1.0000 [+0.4782, +1.0000]
+
+    Args:
+        hits: One value per seed: 1 where it holds, 0 where not; at least 1.
+        level: Confidence level, between 0 and 1; the interval covers at least as often.
+
+    Raises:
+        HysteresisError: No values, one that is neither 0 nor 1, not one-dimensional, or a bad
+            level.
+
+    Source: Clopper and Pearson (1934), Biometrika 26(4).
+    """
+    array = _checked(hits, "hits", least=1)
+    _refuse((array != 0) & (array != 1), array, "hits", "0 or 1")
+    _tail(level)
+    n, n_hits = len(array), int(array.sum())
+    ends = stats.binomtest(n_hits, n).proportion_ci(confidence_level=level, method="exact")
+    low, high = float(ends.low), float(ends.high)
+    return Interval(n_hits / n, low, high, level, "Clopper-Pearson", n)
 
 
 def holm(p_values: Values) -> NDArray[np.float64]:
@@ -366,6 +394,16 @@ def _signed_sums(array: NDArray[np.float64]) -> NDArray[np.float64]:
     for value in array:
         sums = np.concatenate([sums - value, sums + value])
     return sums
+
+
+def _outermost(means: NDArray[np.float64], tail: float) -> tuple[float, float]:
+    """The innermost of the means that have less than the tail beyond them, on either side.
+
+    An interpolation between the few means that small samples have would narrow the interval.
+    """
+    ordered = np.sort(means)
+    rank = max(1, math.ceil(tail * len(means) - 1e-9))  # a product that rounding lifts over a rank
+    return float(ordered[rank - 1]), float(ordered[-rank])
 
 
 def _resampled_means(array: NDArray[np.float64], seed: int) -> NDArray[np.float64]:

@@ -7,7 +7,6 @@ weights, into the other, component by component, and see how much of the differe
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -23,10 +22,12 @@ from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import ParameterLayout
 from tl_hysteresis.routes import share_scale
 from tl_hysteresis.sites import (
+    Component,
     HookedModel,
     Site,
     all_modules,
     check_are_sites,
+    check_are_trials,
     check_conflict,
     check_trials,
     components,
@@ -180,6 +181,14 @@ def weight_components(model: HookedModel) -> list[str]:
 
     Heads are taken apart in a `HookedTransformer` whose heads have keys and values of their own;
     embedding and unembedding where they are not tied.
+
+    Example:
+        >>> from tl_hysteresis.config import ModelConfig
+        >>> from tl_hysteresis.models import build_model, hooked_config
+        >>> config = hooked_config(ModelConfig(n_heads=2, n_layers=1), d_vocab=32, n_ctx=17)
+        >>> weight_components(build_model(config, seed=0))  # doctest: +NORMALIZE_WHITESPACE
+        ['everything', 'all heads', 'L0 heads', 'L0H0', 'L0H1', 'L0 MLP', 'L0 norms', 'embedding',
+         'unembedding']
     """
     layers = range(model.cfg.n_layers)
     found = [EVERYTHING, "all heads", *(f"L{layer} heads" for layer in layers)]
@@ -195,6 +204,7 @@ def _hooks(
     donor: HookedModel, trials: Trials, sites: Sequence[Site], role: str | None
 ) -> list[Hook]:
     sites = check_are_sites(sites)
+    check_are_trials(trials)
     everywhere = torch.ones_like(trials.tokens, dtype=torch.bool)
     positions = everywhere if role is None else trials.positions(role)
     source = read_activations(donor, trials, {site.name for site in sites})
@@ -233,18 +243,17 @@ def _parameters(model: HookedModel, component: str) -> list[Tensor]:
         ends = _of_modules(model, "embed", "pos_embed"), _of_modules(model, "ln_final", "unembed")
         tied = {id(parameter) for parameter in ends[0]} & {id(parameter) for parameter in ends[1]}
         return [] if tied else ends[component == "unembedding"]
-    if component == "all heads":
+    named = Component.of(component)
+    if named is None or not named.is_in(model):
+        return []
+    if named.layer is None:
         layers = range(model.cfg.n_layers)
         return [p for layer in layers for p in _parameters(model, f"L{layer} heads")]
-    match = re.fullmatch(r"L(\d+)(?:H(\d+)| (heads|MLP|norms))", component)
-    if match is None or int(match[1]) >= model.cfg.n_layers:
-        return []
-    block, part = model.blocks[int(match[1])], match[3]
-    if part is not None:
-        modules = {"heads": ("attn",), "MLP": ("mlp",), "norms": _NORMS}[part]
+    block, head = model.blocks[named.layer], named.head
+    if head is None:
+        modules = {"heads": ("attn",), "MLP": ("mlp",), "norms": _NORMS}[named.part]
         return _of_modules(block, *modules)
-    head = int(match[2])
-    if head >= model.cfg.n_heads or not _heads_are_apart(model):
+    if not _heads_are_apart(model):
         return []
     letters = [*(f"W_{x}" for x in "QKVO"), *(f"b_{x}" for x in "QKV")]
     own = [block.attn.get_parameter(name)[head] for name in letters]
