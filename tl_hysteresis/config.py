@@ -465,12 +465,41 @@ less than or equal to 1
                 "anchor": self.anchor.model_copy(
                     update={"updates": updates, "require_convergence": False}
                 ),
-                "measurement": MeasurementConfig(
-                    conflict_trials=min(512, self.measurement.conflict_trials),
-                    patching_trials=min(64, self.measurement.patching_trials),
+                "measurement": self.measurement.model_copy(
+                    update={
+                        "conflict_trials": min(512, self.measurement.conflict_trials),
+                        "patching_trials": min(64, self.measurement.patching_trials),
+                    }
                 ),
             }
         )
+
+    def of_anchors(self) -> StudyConfig:
+        """The settings on which the anchors depend; all others at a fixed value.
+
+        Two studies for which these are equal have the same anchors, to the bit.
+
+        Example:
+            >>> fast, slow = (StudyConfig(schedule={"dwell": dwell}) for dwell in (2, 64))
+            >>> fast.of_anchors() == slow.of_anchors()
+            True
+        """
+        schedule, trials = self.schedule, self.measurement.conflict_trials
+        fixed = {
+            "quick": False,
+            # A loop that is possible around any other settings; the anchors do not see it.
+            "schedule": {
+                "parameter": "learning_rate",
+                "delta": self.optimizer.learning_rate / 2,
+                "p0": schedule.p0,
+                "labels": schedule.labels,
+                "label_noise": schedule.label_noise,
+            },
+            "relaxation": {},
+            "measurement": {"conflict_trials": trials, "patching_trials": 2},
+            "memory": {},
+        }
+        return type(self).from_dict(self.model_dump() | fixed)
 
     @property
     def hash(self) -> str:

@@ -94,7 +94,7 @@ class RunFolder:
             {
                 "format": FORMAT,
                 "config_hash": _sha256(data),
-                "versions": _versions(),
+                "versions": versions(),
                 "machine": platform.machine(),
                 "threads": threads,
                 "device": config.device,
@@ -174,7 +174,7 @@ class RunFolder:
                 f"{self.path} was begun by another version of this program's source: "
                 "continue it with that version, or start again in another folder"
             )
-        for package, now in _versions().items():
+        for package, now in versions().items():
             then = self.manifest["versions"].get(package)
             if then != now:
                 raise HysteresisError(
@@ -213,6 +213,15 @@ class RunFolder:
             HysteresisError: a checkpoint that is missing, or is not what was written.
         """
         return _tensors(self._verified(f"checkpoints/{name}.safetensors"), name)
+
+    def adopt(self, other: RunFolder, *names: str) -> None:
+        """Take over finished files of another run, such as ``tables/anchors.csv``.
+
+        Raises:
+            HysteresisError: a file that the other run does not have, or that is damaged.
+        """
+        for name in names:
+            self._finish(name, other._verified(name))
 
     def write_progress(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
         """Write the training state of the stage under way, in the place of the one before."""
@@ -324,6 +333,15 @@ class RunFolder:
 
     def _write_manifest(self) -> None:
         _write(self.path / MANIFEST, _json(self.manifest))
+
+
+def versions() -> dict[str, str]:
+    """What numbers may depend on: versions of Python and packages, hash of this one's source."""
+    return {
+        "python": platform.python_version(),
+        "source": _source_hash(),
+        **{package: version(package) for package in PACKAGES},
+    }
 
 
 def data_file(name: str) -> Path:
@@ -444,11 +462,3 @@ def _source_hash() -> str:
     """SHA-256 of this package's modules, so that a changed program is not taken for the same."""
     modules = sorted(Path(str(files("tl_hysteresis"))).glob("*.py"))
     return _sha256(b"".join(module.read_bytes() for module in modules))
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "source": _source_hash(),
-        **{package: version(package) for package in PACKAGES},
-    }

@@ -30,22 +30,31 @@ from tl_hysteresis.schedules import (
     verify_matched,
 )
 from tl_hysteresis.stages import Member, Stages
-from tl_hysteresis.store import RunFolder
+from tl_hysteresis.store import MANIFEST, RunFolder
 from tl_hysteresis.tasks import generator, make_task
 from tl_hysteresis.training import Population
 
+ANCHOR_FILES = ("tables/course.csv", "tables/anchors.csv", "checkpoints/anchor.safetensors")
 
-def run_study(config: StudyConfig, folder: Path | str, *, progress: bool = False) -> StudyResult:
+
+def run_study(
+    config: StudyConfig,
+    folder: Path | str,
+    *,
+    anchors: Path | str | None = None,
+    progress: bool = False,
+) -> StudyResult:
     """Run a whole study into a new folder.
 
     Args:
         config: the settings.
         folder: where the run is kept; must not exist yet, or be empty.
+        anchors: a run folder whose anchors these settings would train again: they are taken over.
         progress: show progress bars.
 
     Raises:
         HysteresisError: bad settings, a folder that exists, a device that is not there, an anchor
-            that did not converge, a value that is not finite.
+            that did not converge, a value that is not finite, anchors of other settings or versions.
 
     Example:
         >>> import tempfile
@@ -62,13 +71,39 @@ def run_study(config: StudyConfig, folder: Path | str, *, progress: bool = False
         ...     list(result.gaps()["relaxation"])
         [0, 1]
     """
-    if not isinstance(config, StudyConfig):
-        raise HysteresisError(f"a study takes a StudyConfig, not {type(config).__name__}")
-    device_of(config)
-    number = config.threads or torch.get_num_threads()
-    run = RunFolder.create(folder, config, threads=number)
+    check_possible(config)
+    source = None if anchors is None else _anchors_for(config, anchors)
+    run = RunFolder.create(folder, config, threads=_threads_for(config))
     with run.locked():
+        if source is not None:
+            run.adopt(source, *ANCHOR_FILES)
         return _run(run, progress=progress)
+
+
+def train_anchors(config: StudyConfig, folder: Path | str, *, progress: bool = False) -> None:
+    """Train a study's anchors and no more, for `run_study` to take over; again, it goes on.
+
+    Args:
+        config: the settings; those that anchors do not depend on are left out of account.
+        folder: where they are kept, as an incomplete run.
+        progress: show progress bars.
+
+    Raises:
+        HysteresisError: bad settings, a folder that holds something else, anchors that did not
+            converge.
+    """
+    config = config.of_anchors()
+    check_possible(config)
+    folder = Path(folder)
+    if (folder / MANIFEST).exists() and RunFolder.open(folder).config == config:
+        run = RunFolder.open(folder)
+        run.verify()
+        run.check_versions()
+    else:
+        run = RunFolder.create(folder, config, threads=_threads_for(config))
+    with run.locked(), threads(run.manifest["threads"]):
+        run.clean()
+        Study(run, progress=progress).train_anchors()
 
 
 def resume_study(
@@ -109,6 +144,38 @@ def _run(run: RunFolder, *, progress: bool) -> StudyResult:
             study.map_routes()
     run.finish()
     return StudyResult(run)
+
+
+def _anchors_for(config: StudyConfig, path: Path | str) -> RunFolder:
+    """The run whose anchors these settings would train again."""
+    source = RunFolder.open(path)
+    ours, theirs = config.of_anchors(), source.config.of_anchors()
+    differing = [
+        name for name in type(ours).model_fields if getattr(ours, name) != getattr(theirs, name)
+    ]
+    if differing:
+        raise HysteresisError(
+            f"the anchors of {source.path} are of other settings: {', '.join(differing)}"
+        )
+    source.check_versions()
+    return source
+
+
+def check_possible(config: StudyConfig) -> None:
+    """Refuse settings whose task, model or device cannot be made here.
+
+    Raises:
+        HysteresisError: what cannot be, and why.
+    """
+    if not isinstance(config, StudyConfig):
+        raise HysteresisError(f"a study takes a StudyConfig, not {type(config).__name__}")
+    device_of(config)
+    task = make_task(config.task)
+    hooked_config(config.model, d_vocab=task.d_vocab, n_ctx=task.n_ctx)
+
+
+def _threads_for(config: StudyConfig) -> int:
+    return config.threads or torch.get_num_threads()
 
 
 class Study:
