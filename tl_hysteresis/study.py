@@ -54,7 +54,7 @@ def run_study(
 
     Raises:
         HysteresisError: bad settings, a folder that exists, a device that is not there, an anchor
-            that did not converge, a value that is not finite, anchors of other settings or versions.
+            that did not converge, a value that is not finite, anchors of another study.
 
     Example:
         >>> import tempfile
