@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from tl_hysteresis.quasistatic import QuasiStatic, loop_area, quasi_static
 from tl_hysteresis.results import StudyResult, load_study
 from tl_hysteresis.store import MANIFEST, RunFolder, versions, write_file
 from tl_hysteresis.study import check_possible, resume_study, run_study, threads, train_anchors
-from tl_hysteresis.workers import Cluster, Local, cluster, describe
+from tl_hysteresis.workers import PROBE, Cluster, Local, cluster, describe
 
 FORMAT = 1
 SWEEP, LOCK = "sweep.json", ".lock"
@@ -98,7 +99,7 @@ def _run(
     for cell in missing:
         groups.setdefault(cell.anchor, []).append(cell)
     training = {
-        name: Job("anchors", sweep, cells[0])
+        name: Job("anchors", sweep.path, sweep.threads, cells[0])
         for name, cells in groups.items()
         if name not in donors
     }
@@ -111,7 +112,7 @@ def _run(
                     sweep.note_failure(cell, f"its anchors: {fault}")
                     bar.update()
         jobs = [
-            Job("cell", sweep, cell, donors.get(name, sweep.path / "anchors" / name))
+            Job("cell", sweep.path, sweep.threads, cell, donors.get(name))
             for name, cells in groups.items()
             for cell in cells
         ]
@@ -293,42 +294,51 @@ class Job:
 
     Attributes:
         kind: train the anchors of a cell, or run its study.
-        sweep: the sweep.
+        path: the sweep's folder.
+        threads: CPU threads to compute with.
         cell: the cell.
-        anchors: where a study finds its anchors.
+        donor: a study elsewhere that has the anchors; unset means that they are in the folder.
     """
 
     kind: Literal["anchors", "cell"]
-    sweep: SweepResult
+    path: Path
+    threads: int
     cell: Cell
-    anchors: Path | None = None
+    donor: Path | None = None
 
 
 def work(job: Job) -> str | None:
     """Do a job, from where an earlier worker left it; what went wrong, as text, or None."""
-    path, name = job.sweep.path, job.cell.name
     try:
-        with threads(job.sweep.threads):
-            if job.kind == "anchors":
-                name = job.cell.anchor
-                with _alone(path, name):
-                    train_anchors(job.cell.config, path / "anchors" / name)
-                return None
-            with _alone(path, name):
-                if not job.sweep.is_complete(job.cell):
-                    _run_cell(job.cell.config, path / "unfinished" / name, job.anchors)
-                    (path / "cells").mkdir(exist_ok=True)
-                    os.replace(path / "unfinished" / name, path / "cells" / name)
+        with threads(job.threads):
+            _WORK[job.kind](job)
     except Exception as error:
         return f"{describe(error)}\n{traceback.format_exc()}"
     return None
 
 
-def _run_cell(config: StudyConfig, folder: Path, anchors: Path | None) -> None:
-    if (folder / MANIFEST).exists() and RunFolder.open(folder).has("tables/anchors.csv"):
-        resume_study(folder)
-    else:
-        run_study(config, folder, anchors=anchors)
+def _train(job: Job) -> None:
+    with _alone(job.path, job.cell.anchor):
+        train_anchors(job.cell.config, job.path / "anchors" / job.cell.anchor)
+
+
+def _study(job: Job) -> None:
+    name = job.cell.name
+    folder, goal = job.path / "unfinished" / name, job.path / "cells" / name
+    anchors = job.donor or job.path / "anchors" / job.cell.anchor
+    with _alone(job.path, name):
+        if goal.is_dir():
+            return
+        if (folder / MANIFEST).exists() and RunFolder.open(folder).has("tables/anchors.csv"):
+            resume_study(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # killed as it began: nothing is in it
+            run_study(job.cell.config, folder, anchors=anchors)
+        goal.parent.mkdir(exist_ok=True)
+        os.replace(folder, goal)
+
+
+_WORK = {"anchors": _train, "cell": _study}
 
 
 def _by_seed(study: StudyResult) -> pd.DataFrame:
@@ -343,20 +353,14 @@ def _connected(workers: int | None, dask: str | None, path: Path) -> Iterator[Lo
     if dask is None:
         yield Local(workers)
         return
-    with cluster(dask, _nearest(path)) as team:
+    with cluster(dask, path) as team:
         yield team
-
-
-def _nearest(path: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _check_cells(team: Local | Cluster, grid: Grid) -> None:
     """See where the work is done that each cell's task, model and device can be made."""
     configs = {cell.config.of_anchors().hash: cell.config for cell in grid.cells}
-    here = Local() if isinstance(team, Local) else team
-    for _, fault in here.run(_possible, [list(configs.values())]):
+    for _, fault in team.run(_possible, [list(configs.values())]):
         if fault:
             raise HysteresisError(fault)
 
@@ -383,9 +387,9 @@ def _refuse_another(path: Path, grid: Grid) -> None:
                     f"the sweep {path} was begun with {package} {then}, here is {now}: go on with "
                     "those versions, or choose another folder"
                 )
-    elif path.exists() and (
-        not path.is_dir() or {LOCK} < {p.name for p in path.iterdir()} | {LOCK}
-    ):
+        return
+    left = {path / LOCK, path / PROBE}
+    if path.exists() and not (path.is_dir() and left.issuperset(path.iterdir())):
         raise HysteresisError(f"{path} exists and is not an empty folder: choose another one")
 
 
@@ -450,5 +454,5 @@ def _donors(studies: Sequence[Path | str]) -> dict[str, Path]:
     return donors
 
 
-def _counted(counts: dict[str, int]) -> str:
+def _counted(counts: Mapping[Any, int]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts.items())

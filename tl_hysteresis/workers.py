@@ -6,7 +6,7 @@ returns None, or a text that says what went wrong.
 
 from __future__ import annotations
 
-import os
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -26,6 +26,7 @@ DEATHS = 3
 """Times that the local processes may die in turn without any job done between."""
 PATIENCE = 10.0
 """Seconds for a Dask scheduler to answer, and for its first worker to be there."""
+PROBE = ".probe"
 
 
 class Local:
@@ -44,7 +45,7 @@ class Local:
     @property
     def threads(self) -> int:
         """CPU threads for each worker: cores over workers."""
-        return max(1, cpu_count() // effective_n_jobs(self.workers))
+        return max(1, int(cpu_count()) // int(effective_n_jobs(self.workers)))
 
     def run(self, work: Work[T], jobs: Sequence[T]) -> Iterator[tuple[T, str | None]]:
         """Each job with what went wrong, as they end."""
@@ -104,7 +105,7 @@ def cluster(address: str, folder: Path) -> Iterator[Cluster]:
 
     Args:
         address: the scheduler's, such as ``tcp://10.0.0.1:8786``.
-        folder: a folder that all workers must see under the same path.
+        folder: a folder that all workers must see under the same path; it is made.
 
     Raises:
         HysteresisError: dask.distributed is not installed, no scheduler answers, there is no
@@ -134,7 +135,8 @@ def cluster(address: str, folder: Path) -> Iterator[Cluster]:
                     f"the worker {name} runs {n_threads} jobs in threads of one process, where "
                     "torch counts its threads for all of them: start it with `--nthreads 1`"
                 )
-        found = client.run(_facts, str(folder), on_error="return")
+        with _probe(folder) as probe:
+            found = client.run(_facts, str(probe), on_error="return")
         for name, facts in found.items():
             _refuse_unlike(name, facts, folder)
         on_host = Counter(facts.host for facts in found.values())
@@ -152,10 +154,23 @@ def _numbered(work: Work[T], number: int, job: T) -> tuple[int, str | None]:
     return number, work(job)
 
 
-def _facts(folder: str) -> _Facts:
-    import platform
+@contextmanager
+def _probe(folder: Path) -> Iterator[Path]:
+    """A file that is there for a moment, for workers to find."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PROBE).touch()
+    except OSError as error:
+        raise HysteresisError(f"cannot write {folder / PROBE}: {error.strerror}") from None
+    try:
+        yield folder / PROBE
+    finally:
+        (folder / PROBE).unlink(missing_ok=True)
 
-    return _Facts(versions(), platform.node(), os.cpu_count() or 1, Path(folder).is_dir())
+
+def _facts(probe: str) -> _Facts:
+    """Runs on the worker."""
+    return _Facts(versions(), platform.node(), int(cpu_count()), Path(probe).is_file())
 
 
 def _workers(client: Any) -> dict[str, Any]:
