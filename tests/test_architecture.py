@@ -41,7 +41,7 @@ MAY_IMPORT = {
         *("comparison", "config", "errors", "models", "routes", "schedules", "statistics"),
         *("store", "tasks"),
     },
-    "summary": {"results", "statistics", "store"},
+    "summary": {"results", "statistics", "store", "sweep"},
     "convergence": {"config"},
     "stages": {"errors", "measures", "results", "schedules", "store", "tasks", "training"},
     "study": {
@@ -53,8 +53,19 @@ MAY_IMPORT = {
         *("comparison", "config", "errors", "models", "results", "routes", "schedules", "sites"),
         *("stages", "store", "study", "tasks", "traces", "training"),
     },
-    "findings": {"quasistatic", "relaxation", "results", "statistics", "summary", "traces"},
-    "cli": {"findings", "memory", "config", "errors", "results", "store", "study", "summary"},
+    "grid": {"config", "errors"},
+    "workers": {"errors", "store"},
+    "sweep": {
+        *("config", "errors", "grid", "quasistatic", "results", "store", "study", "workers"),
+    },
+    "findings": {
+        *("grid", "memory", "quasistatic", "relaxation", "results", "statistics", "store"),
+        *("summary", "sweep", "traces"),
+    },
+    "cli": {
+        *("config", "errors", "findings", "grid", "memory", "results", "store", "study"),
+        *("summary", "sweep", "traces"),
+    },
     "__init__": set(),
     "__main__": {"cli"},
 }

@@ -18,8 +18,10 @@ from .config import ScheduleConfig as ScheduleConfig
 from .config import SGDConfig as SGDConfig
 from .config import StudyConfig as StudyConfig
 from .errors import HysteresisError as HysteresisError
+from .findings import examine_study as examine_study
 from .findings import findings as findings
 from .findings import paragraph as paragraph
+from .grid import Grid as Grid
 from .interventions import intervene as intervene
 from .interventions import overwrite as overwrite
 from .interventions import patch_activations as patch_activations
@@ -74,7 +76,11 @@ from .statistics import ratio_interval as ratio_interval
 from .statistics import sign_flip_test as sign_flip_test
 from .study import resume_study as resume_study
 from .study import run_study as run_study
+from .study import train_anchors as train_anchors
 from .summary import compare_with_paper as compare_with_paper
+from .sweep import SweepResult as SweepResult
+from .sweep import load_sweep as load_sweep
+from .sweep import run_sweep as run_sweep
 from .tasks import AssociativeRecall as AssociativeRecall
 from .tasks import Task as Task
 from .tasks import Trials as Trials

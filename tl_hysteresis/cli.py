@@ -40,6 +40,13 @@ Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads.")]
 Quick = Annotated[
     bool, typer.Option("--quick", help="A reduced run in under a minute, marked as such.")
 ]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", help="Processes here; unset, as many as cores."),
+]
+Dask = Annotated[
+    str | None, typer.Option("--dask", help="A Dask scheduler, to run on its workers instead.")
+]
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
@@ -68,16 +75,26 @@ def reproduce(
     device: Device = None,
     threads: Threads = None,
     quick: Quick = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Go on with what `examine` does, to its paragraph.")
+    ] = False,
+    workers: Workers = None,
 ) -> None:
     """Run the study with its defaults, and set its numbers beside the paper's.
 
     Called again, it continues the same run, or shows it if it is complete.
     """
     from tl_hysteresis.config import StudyConfig
+
+    config = _with_flags(StudyConfig(), seeds, device, threads, quick)
     from tl_hysteresis.store import RunFolder
     from tl_hysteresis.study import resume_study, run_study
 
-    config = _with_flags(StudyConfig(), seeds, device, threads, quick)
+    if full:
+        from tl_hysteresis.grid import Grid
+        from tl_hysteresis.sweep import refuse_too_few
+
+        refuse_too_few(Grid.of_dwells(config))
     folder = out or Path("runs", "reproduce-quick" if quick else "reproduce")
     begun = (folder / "manifest.json").exists() and RunFolder.open(folder).config == config
     with _resumable(folder):
@@ -87,6 +104,8 @@ def reproduce(
         else:
             result = run_study(config, folder, progress=True)
     _print_study(result)
+    if full:
+        _examine(folder, workers)
 
 
 @app.command()
@@ -128,29 +147,98 @@ def resume(
 @app.command()
 def memory(folder: Folder) -> None:
     """Ask a finished study what holds the memory: weights, optimizer state, hidden parts."""
-    from tl_hysteresis.findings import memory_summary
+    from tl_hysteresis.findings import findings, findings_summary
     from tl_hysteresis.memory import examine_memory
 
     with _resumable(folder, "memory"):
         result = examine_memory(folder, progress=True)
-    _print_tables(memory_summary(result))
+    _print_tables(findings_summary(findings(result)))
+
+
+@app.command()
+def examine(folder: Folder, workers: Workers = None, dask: Dask = None) -> None:
+    """Ask a finished study what holds its memory, and whether it is hysteresis.
+
+    Runs the memory experiments, and the study again at dwells from 2 to 64, beside it in
+    FOLDER-dwells; ends with a paragraph for a paper, and keeps its numbers in
+    FOLDER/tables/findings.csv.
+    """
+    _examine(folder, workers, dask)
+
+
+@app.command()
+def sweep(
+    grid: Annotated[Path, typer.Argument(help="TOML with the tables `base` and `axes`.")],
+    out: Out = None,
+    workers: Workers = None,
+    dask: Dask = None,
+) -> None:
+    """Run a study for each cell of a grid; again, those that are missing or failed."""
+    from tl_hysteresis.grid import Grid
+
+    cells = Grid.from_toml(grid)
+    from tl_hysteresis.summary import sweep_summary
+    from tl_hysteresis.sweep import run_sweep
+
+    folder = out or Path("runs", grid.stem)
+    if dask is None:
+        workers = workers or _cores_over(max(cell.config.threads or 1 for cell in cells.cells))
+    with _resumable(folder, f"sweep {quote(str(grid))} --out"):
+        result = run_sweep(cells, folder, workers=workers, dask=dask, progress=True)
+    _print_tables(sweep_summary(result))
+    if not result.complete:
+        raise typer.Exit(1)
+
+
+@app.command()
+def verdict(
+    folder: Annotated[Path, typer.Argument(help="The folder of a sweep over schedule.dwell.")],
+    margin: Annotated[
+        float | None,
+        typer.Option("--margin", help="Gap just too large to be called none [the grid's setting]."),
+    ] = None,
+    relaxation: Annotated[
+        int, typer.Option("--relaxation", help="Updates after the loop, of the gap.")
+    ] = 0,
+) -> None:
+    """Judge from a sweep over dwells whether the memory is hysteresis."""
+    from tl_hysteresis.findings import verdict_summary
+    from tl_hysteresis.sweep import load_sweep
+
+    result = load_sweep(folder)
+    margin = result.grid.cells[0].config.memory.margin if margin is None else margin
+    for cell in result.quasi_static(margin=margin, relaxation=relaxation):
+        for name, value in cell.values.items():
+            typer.echo(f"{name} = {value}")
+        _print_tables(verdict_summary(cell.test))
 
 
 @app.command()
 def show(
-    folder: Folder,
+    folder: Annotated[Path, typer.Argument(help="A run folder, or that of a sweep.")],
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the comparison with the paper as Markdown.")
     ] = False,
 ) -> None:
-    """Print the results of a run."""
+    """Print the results of a run or a sweep, as far as they are there."""
+    from tl_hysteresis.findings import findings, findings_summary
     from tl_hysteresis.results import load_study
+    from tl_hysteresis.summary import sweep_summary
+    from tl_hysteresis.sweep import is_sweep, load_sweep
+    from tl_hysteresis.traces import MemoryResult
 
+    if is_sweep(folder):
+        _print_tables(sweep_summary(load_sweep(folder)))
+        return
     result = load_study(folder)
     if markdown:
         _print_markdown(result)
-    else:
-        _print_study(result)
+        return
+    _print_study(result)
+    if result.folder.has("tables/findings.csv"):
+        _print_findings(result.table("findings"))
+    elif (memory := MemoryResult(result)).complete:
+        _print_tables(findings_summary(findings(memory)))
 
 
 @app.command()
@@ -198,7 +286,7 @@ def _resumable(folder: Path, command: str = "resume") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        begun = (folder / "manifest.json").exists()
+        begun = any((folder / name).exists() for name in ("manifest.json", "sweep.json"))
         hint = (
             f"; go on with: tl-hysteresis {command} {quote(str(folder))}"
             if begun
@@ -206,6 +294,34 @@ def _resumable(folder: Path, command: str = "resume") -> Iterator[None]:
         )
         typer.echo(f"\nstopped{hint}", err=True)
         raise typer.Exit(130) from None
+
+
+def _examine(folder: Path, workers: int | None, dask: str | None = None) -> None:
+    from tl_hysteresis.findings import examine_study
+    from tl_hysteresis.store import RunFolder
+
+    if dask is None:
+        workers = workers or _cores_over(RunFolder.open(folder).config.threads or 1)
+    with _resumable(folder, "examine"):
+        table = examine_study(folder, workers=workers, dask=dask, progress=True)
+    _print_findings(table)
+
+
+def _cores_over(threads: int) -> int:
+    """How many workers with so many threads each a machine has cores for."""
+    from joblib import cpu_count
+
+    return max(1, int(cpu_count()) // threads)
+
+
+def _print_findings(table: pd.DataFrame) -> None:
+    """The tables, then the paragraph."""
+    from rich.console import Console
+
+    from tl_hysteresis.findings import findings_summary, paragraph
+
+    _print_tables(findings_summary(table))
+    Console(markup=False, highlight=False).print(f"\n{paragraph(table)}")
 
 
 def _print_study(result: StudyResult) -> None:

@@ -14,6 +14,8 @@ from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.errors import HysteresisError
 
 KEYS = ("base", "axes")
+DWELLS = (2, 4, 8, 16, 32, 64)
+"""Dwells of the quasi-static test: six octaves, a factor of 32."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,20 @@ schedule.dwel = 2: there is no such setting
                 )
             seen[cell.name] = cell
         return cls(dict(base), listed, cells)
+
+    @classmethod
+    def of_dwells(cls, config: StudyConfig, dwells: Iterable[int] = DWELLS) -> Grid:
+        """One study at several dwells, for the quasi-static test: no circuits, little relaxation.
+
+        Example:
+            >>> [cell.config.schedule.dwell for cell in Grid.of_dwells(StudyConfig()).cells]
+            [2, 4, 8, 16, 32, 64]
+        """
+        measurement = config.measurement.model_copy(update={"circuits": False})
+        soonest = next(at for at in config.relaxation.measure_at if at > 0)
+        relaxation = config.relaxation.model_copy(update={"measure_at": (0, soonest)})
+        base = config.model_copy(update={"measurement": measurement, "relaxation": relaxation})
+        return cls.of(base, {"schedule.dwell": dwells})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Grid:

@@ -9,6 +9,7 @@ import pandas as pd
 from tl_hysteresis.results import StudyResult, mean_or_value
 from tl_hysteresis.statistics import correlation_interval, sign_flip_test
 from tl_hysteresis.store import data_file
+from tl_hysteresis.sweep import SweepResult
 
 
 def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
@@ -63,6 +64,22 @@ def summary(result: StudyResult) -> dict[str, pd.DataFrame]:
     return tables
 
 
+def sweep_summary(sweep: SweepResult) -> dict[str, pd.DataFrame]:
+    """The cells of a sweep and the gaps of those that are complete, as short tables, by title."""
+    cells = sweep.cells()
+    counts = cells["status"].value_counts()
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    tables = {f"Cells of {sweep.path}: {told}": cells}
+    if counts.get("complete", 0):
+        gaps = sweep.gaps()
+        gaps["mean over seeds [95 % t]"] = _intervals(gaps, "gap", "t_low", "t_high")
+        gaps["positive"] = [f"{row.n_positive} of {row.n}" for row in gaps.itertuples()]
+        shown = ["relaxation", "mean over seeds [95 % t]", "positive", "p"]
+        title = "Gap in margin, below minus above, in logits"
+        tables[title] = gaps[["cell", *sweep.grid.axes, *shown]]
+    return tables
+
+
 def _intervals(table: pd.DataFrame, estimate: str, low: str, high: str) -> list[str]:
     """Estimates with their intervals; a single seed has none."""
     bounds = _bounds(table, low, high)
@@ -76,9 +93,12 @@ def _bounds(table: pd.DataFrame, low: str, high: str) -> list[str]:
     ]
 
 
+QUICK_MARK = " (quick run, not a result)"
+
+
 def quick_mark(result: StudyResult) -> str:
     """What is added to every title of a quick run."""
-    return " (quick run, not a result)" if result.config.quick else ""
+    return QUICK_MARK if result.config.quick else ""
 
 
 def caveats(result: StudyResult) -> list[str]:
