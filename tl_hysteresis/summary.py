@@ -147,10 +147,11 @@ def compare_with_paper(result: StudyResult) -> pd.DataFrame:
         for at, claim in ((0, 1), (25, -1), (100, 0))
         if at in measured_at
     ]
-    if 0 in measured_at:
-        rows.append(_share_row(result, values["share_removed"]))
-    rows.append(_dominant_head_row(result, measured_at[0]))
-    rows.append(_routes_row(result, measured_at[0], values["route_correlation"]))
+    if result.config.measurement.circuits:
+        if 0 in measured_at:
+            rows.append(_share_row(result, values["share_removed"]))
+        rows.append(_dominant_head_row(result, measured_at[0]))
+        rows.append(_routes_row(result, measured_at[0], values["route_correlation"]))
     return pd.DataFrame(rows, columns=["quantity", "paper", "here", "agrees", "rule"])
 
 
