@@ -54,6 +54,11 @@ MAY_IMPORT = {
         *("stages", "store", "study", "tasks", "traces", "training"),
     },
     "findings": {"quasistatic", "relaxation", "results", "statistics", "summary", "traces"},
+    "grid": {"config", "errors"},
+    "workers": {"errors", "store"},
+    "sweep": {
+        *("config", "errors", "grid", "quasistatic", "results", "store", "study", "workers"),
+    },
     "cli": {"findings", "memory", "config", "errors", "results", "store", "study", "summary"},
     "__init__": set(),
     "__main__": {"cli"},
