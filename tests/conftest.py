@@ -42,6 +42,9 @@ install_import_hook(
             "memory",
             "traces",
             "findings",
+            "grid",
+            "workers",
+            "sweep",
         )
     ],
     "beartype.beartype",

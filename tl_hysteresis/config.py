@@ -487,6 +487,7 @@ less than or equal to 1
         schedule, trials = self.schedule, self.measurement.conflict_trials
         fixed = {
             "quick": False,
+            "anchor": self.anchor.model_dump() | {"require_convergence": False},
             # A loop that is possible around any other settings; the anchors do not see it.
             "schedule": {
                 "parameter": "learning_rate",

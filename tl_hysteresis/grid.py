@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -78,7 +78,7 @@ schedule.dwel = 2: there is no such setting
         """The grid of a base and axes; every cell is checked."""
         if isinstance(base, StudyConfig):
             base = base.model_dump(mode="json")
-        listed = {name: _values(name, values) for name, values in axes.items()}
+        listed = {name: _values(name, values) for name, values in _flat(axes)}
         if not listed:
             raise HysteresisError("a grid without axes is one study: give it at least one axis")
         cells = tuple(
@@ -157,8 +157,17 @@ schedule.dwel = 2: there is no such setting
         return cls.from_dict(data)
 
 
+def _flat(axes: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """Axes by their whole names: a TOML key `schedule.dwell` without quotes is a table's."""
+    for name, values in axes.items():
+        if isinstance(values, Mapping):
+            yield from _flat(values, f"{table}{name}.")
+        else:
+            yield f"{table}{name}", values
+
+
 def _values(name: str, values: Any) -> list[Any]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise HysteresisError(f"the axis {name} = {values!r} must be a list of values")
     listed = list(values)
     if not listed:

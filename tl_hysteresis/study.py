@@ -30,7 +30,7 @@ from tl_hysteresis.schedules import (
     verify_matched,
 )
 from tl_hysteresis.stages import Member, Stages
-from tl_hysteresis.store import MANIFEST, RunFolder
+from tl_hysteresis.store import MANIFEST, PROGRESS, RunFolder
 from tl_hysteresis.tasks import generator, make_task
 from tl_hysteresis.training import Population
 
@@ -89,8 +89,8 @@ def train_anchors(config: StudyConfig, folder: Path | str, *, progress: bool = F
         progress: show progress bars.
 
     Raises:
-        HysteresisError: bad settings, a folder that holds something else, anchors that did not
-            converge.
+        HysteresisError: bad settings, a folder that holds something else, an anchor that diverges.
+            Whether they converged is for the study to judge that takes them over.
     """
     config = config.of_anchors()
     check_possible(config)
@@ -104,6 +104,7 @@ def train_anchors(config: StudyConfig, folder: Path | str, *, progress: bool = F
     with run.locked(), threads(run.manifest["threads"]):
         run.clean()
         Study(run, progress=progress).train_anchors()
+        (run.path / PROGRESS).unlink(missing_ok=True)
 
 
 def resume_study(

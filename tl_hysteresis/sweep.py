@@ -81,7 +81,6 @@ def run_sweep(
     donors = _donors(anchors)
     with _connected(workers, dask, path) as team:
         _check_cells(team, grid)
-        path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             sweep = _begun(path, grid, team.threads)
             _run(sweep, team, donors, progress)
@@ -224,7 +223,7 @@ class SweepResult:
             QuasiStaticCell(
                 dict(zip(others, values, strict=True)), quasi_static(part, margin=margin)
             )
-            for values, part in table.groupby(others, sort=False)
+            for values, part in table.groupby(others, sort=False, dropna=False)
         ]
 
     def note_failure(self, cell: Cell, fault: str) -> None:
@@ -267,7 +266,11 @@ def load_sweep(path: Path | str) -> SweepResult:
     """
     path = Path(path).absolute()
     data = _read(path)
-    return SweepResult(path, Grid.from_dict(data["grid"]), int(data["threads"]))
+    try:
+        grid = Grid.from_dict(data["grid"])
+    except HysteresisError as error:
+        raise HysteresisError(f"{path / SWEEP} is damaged: {error}") from None
+    return SweepResult(path, grid, int(data["threads"]))
 
 
 def is_sweep(path: Path | str) -> bool:
@@ -388,7 +391,7 @@ def _refuse_another(path: Path, grid: Grid) -> None:
                     "those versions, or choose another folder"
                 )
         return
-    left = {path / LOCK, path / PROBE}
+    left = {path / LOCK, path / PROBE, path / f".{SWEEP}.tmp"}
     if path.exists() and not (path.is_dir() and left.issuperset(path.iterdir())):
         raise HysteresisError(f"{path} exists and is not an empty folder: choose another one")
 
@@ -426,11 +429,18 @@ def _read(path: Path) -> dict[str, Any]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep a second call from the same sweep."""
+    lock = FileLock(path / LOCK, timeout=0)
     try:
-        with FileLock(path / LOCK, timeout=0):
-            yield
+        path.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout:
         raise HysteresisError(f"another process is running the sweep {path}") from None
+    except OSError as error:
+        raise HysteresisError(f"cannot write {path / LOCK}: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

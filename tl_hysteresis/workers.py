@@ -7,6 +7,7 @@ returns None, or a text that says what went wrong.
 from __future__ import annotations
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -23,9 +24,14 @@ T = TypeVar("T")
 Work = Callable[[T], str | None]
 
 DEATHS = 3
-"""Times that the local processes may die in turn without any job done between."""
+"""Times that the local processes may die in turn, with no job done between, before each job has
+them to itself, so that it shows which one kills them."""
 PATIENCE = 10.0
 """Seconds for a Dask scheduler to answer, and for its first worker to be there."""
+ABSENCE = 300.0
+"""Seconds that a Dask cluster may be without any worker while jobs are left."""
+POLL = 0.2
+"""Seconds between two looks at a Dask cluster."""
 PROBE = ".probe"
 
 
@@ -50,18 +56,20 @@ class Local:
     def run(self, work: Work[T], jobs: Sequence[T]) -> Iterator[tuple[T, str | None]]:
         """Each job with what went wrong, as they end."""
         left, deaths = dict(enumerate(jobs)), 0
-        while left and deaths < DEATHS:
-            calls = [delayed(_numbered)(work, number, job) for number, job in left.items()]
+        while left:
+            alone = deaths >= DEATHS
+            numbers = list(left)[: 1 if alone else None]
+            calls = [delayed(_numbered)(work, number, left[number]) for number in numbers]
             parallel = Parallel(self.workers, batch_size=1, return_as="generator_unordered")
-            deaths += 1
             try:
                 for number, fault in parallel(calls):
-                    deaths = 0
+                    deaths = deaths if alone else 0
                     yield left.pop(number), fault
-            except BrokenProcessPool:
-                continue  # a worker was killed, and joblib gave the others up with it
-        for job in left.values():
-            yield job, "its worker was killed, over and over: out of memory?"
+            except BrokenProcessPool:  # a worker was killed, and joblib gave the others up with it
+                deaths += 1
+                if alone:
+                    deaths = 0
+                    yield left.pop(numbers[0]), "its worker was killed, over and over: no memory?"
 
 
 class Cluster:
@@ -81,13 +89,28 @@ class Cluster:
         self.client, self.threads = client, threads
 
     def run(self, work: Work[T], jobs: Sequence[T]) -> Iterator[tuple[T, str | None]]:
-        """Each job with what went wrong, as they end."""
+        """Each job with what went wrong, as they end.
+
+        Raises:
+            HysteresisError: the scheduler is gone, or all workers are and none comes.
+        """
         from distributed import as_completed
 
         futures = {self.client.submit(work, job, pure=False): job for job in jobs}
-        for future in as_completed(futures):
-            error = future.exception()
-            yield futures[future], future.result() if error is None else describe(error)
+        ended, present = as_completed(futures), time.monotonic()
+        while not ended.is_empty():
+            time.sleep(POLL)
+            for future in ended.next_batch(block=False):
+                if future.status == "cancelled":
+                    raise HysteresisError("the Dask scheduler is gone: start it, and go on")
+                error = future.exception()
+                yield futures[future], future.result() if error is None else describe(error)
+            if _workers(self.client):
+                present = time.monotonic()
+            elif time.monotonic() - present > ABSENCE:
+                raise HysteresisError(
+                    f"all Dask workers are gone, for {ABSENCE:g} seconds: start some, and go on"
+                )
 
 
 class _Facts(NamedTuple):
