@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from operator import attrgetter
 
@@ -10,7 +11,10 @@ from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.sentences import SentenceRecall
 from tl_hysteresis.tasks import AssociativeRecall, Task
 
-TASKS = {"associative_recall": AssociativeRecall, "sentence_recall": SentenceRecall}
+TASKS: dict[str, Callable[..., Task]] = {
+    "associative_recall": AssociativeRecall,
+    "sentence_recall": SentenceRecall,
+}
 TASK_MEMBERS = ("d_vocab", "n_ctx", "role_names", "corruptions", "sample", "corrupt")
 
 

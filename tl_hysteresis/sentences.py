@@ -26,7 +26,7 @@ FRAME = "lives in . where is".split()
 
 # The words of "NAME lives in PLACE ." in the order of either template: "in PLACE lives NAME ."
 TEMPLATES = np.array([[0, 1, 2, 3, 4], [2, 3, 1, 0, 4]])
-SENTENCE = TEMPLATES.shape[1]
+SENTENCE = len(TEMPLATES[0])
 QUESTION = 3  # where is NAME
 
 
@@ -54,13 +54,13 @@ class SentenceRecall:
     Example:
         >>> from tl_hysteresis.tasks import draw
         >>> task = SentenceRecall()
-        >>> trials = draw(task, 2, seed=0, stream="example", index=1)
+        >>> trials = draw(task, 2, seed=0, stream="example", index=42)
         >>> for prompt in trials.tokens:
         ...     print(*task.to_words(prompt))
-        Finn lives in Jena . then well now indeed now well well also Gus lives in Cairo . where is Finn
-        Pia lives in Oslo . then well in Cairo lives Kim . now Gus lives in Hanoi . where is Pia
+        Finn lives in Essen . also well now so now so Ann lives in Faro . then anyway where is Ann
+        in Izmir lives Hana . now well in Nice lives Ben . then Ivo lives in Jena . where is Ben
         >>> task.to_words(trials.contextual), task.to_words(trials.fixed)
-        (['Jena', 'Oslo'], ['Essen', 'Kyoto'])
+        (['Faro', 'Nice'], ['Perth', 'Graz'])
     """
 
     n_names: int = 16
