@@ -15,6 +15,8 @@ install_import_hook(
         f"tl_hysteresis.{module}"
         for module in (
             "tasks",
+            "sentences",
+            "factory",
             "schedules",
             "models",
             "forward",

@@ -17,6 +17,8 @@ MAY_IMPORT = {
     "relaxation": {"errors", "statistics"},
     "quasistatic": {"errors", "statistics"},
     "tasks": {"config", "errors"},
+    "sentences": {"config", "errors", "tasks"},
+    "factory": {"config", "errors", "sentences", "tasks"},
     "schedules": {"config", "errors", "tasks"},
     "models": {"config", "errors"},
     "forward": set(),
@@ -38,15 +40,15 @@ MAY_IMPORT = {
     "transplants": {"errors", "interventions", "measures", "models", "routes", "sites", "tasks"},
     "readouts": {"errors", "interventions", "measures", "sites", "tasks"},
     "results": {
-        *("comparison", "config", "errors", "models", "routes", "schedules", "statistics"),
-        *("store", "tasks"),
+        *("comparison", "config", "errors", "factory", "models", "routes", "schedules"),
+        *("statistics", "store", "tasks"),
     },
     "summary": {"results", "statistics", "store", "sweep"},
     "convergence": {"config"},
     "stages": {"errors", "measures", "results", "schedules", "store", "tasks", "training"},
     "study": {
-        *("config", "convergence", "errors", "models", "results", "routes", "schedules"),
-        *("stages", "store", "tasks", "training"),
+        *("config", "convergence", "errors", "factory", "models", "results", "routes"),
+        *("schedules", "stages", "store", "tasks", "training"),
     },
     "traces": {"quasistatic", "relaxation", "results", "schedules", "statistics"},
     "memory": {

@@ -21,9 +21,11 @@ from tl_hysteresis.config import (
     OptimizerConfig,
     RelaxationConfig,
     ScheduleConfig,
+    SentenceRecallConfig,
     Settings,
     SGDConfig,
     StudyConfig,
+    TaskConfig,
 )
 from tl_hysteresis.errors import HysteresisError
 
@@ -35,10 +37,18 @@ decays = st.floats(0, 1, exclude_max=True)
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> AssociativeRecallConfig:
+def tasks(draw: st.DrawFn) -> TaskConfig:
     n_keys = draw(st.integers(3, 200))
     n_pairs = draw(st.integers(2, n_keys - 1))
     n_values = draw(st.integers(max(n_keys, n_pairs + 2), 300))
+    if draw(st.booleans()):
+        return SentenceRecallConfig(
+            n_names=n_keys,
+            n_places=n_values,
+            max_facts=n_pairs,
+            min_fillers=draw(counts),
+            filler_rate=draw(st.floats(0, 1, exclude_max=True)),
+        )
     return AssociativeRecallConfig(n_keys=n_keys, n_values=n_values, n_pairs=n_pairs)
 
 

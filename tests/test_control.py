@@ -18,6 +18,7 @@ from tl_hysteresis.config import (
     StudyConfig,
 )
 from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.factory import make_task
 from tl_hysteresis.memory import examine_memory
 from tl_hysteresis.models import hooked_config
 from tl_hysteresis.schedules import Plan, constant_plan, matched_plans, verify_matched
@@ -26,7 +27,6 @@ from tl_hysteresis.tasks import (
     AssociativeRecall,
     draw,
     labelled_batch,
-    make_task,
     with_parameter,
 )
 from tl_hysteresis.training import Population, train

@@ -13,6 +13,7 @@ from scipy import stats
 
 from tl_hysteresis.config import AssociativeRecallConfig
 from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.factory import make_task
 from tl_hysteresis.tasks import (
     AssociativeRecall,
     Batch,
@@ -23,7 +24,6 @@ from tl_hysteresis.tasks import (
     draw_conflict,
     generator,
     labelled_batch,
-    make_task,
 )
 
 DEFAULT = AssociativeRecall()

@@ -15,6 +15,7 @@ from .config import MemoryConfig as MemoryConfig
 from .config import ModelConfig as ModelConfig
 from .config import RelaxationConfig as RelaxationConfig
 from .config import ScheduleConfig as ScheduleConfig
+from .config import SentenceRecallConfig as SentenceRecallConfig
 from .config import SGDConfig as SGDConfig
 from .config import StudyConfig as StudyConfig
 from .errors import HysteresisError as HysteresisError
@@ -60,6 +61,7 @@ from .schedules import Plan as Plan
 from .schedules import constant_plan as constant_plan
 from .schedules import matched_plans as matched_plans
 from .schedules import verify_matched as verify_matched
+from .sentences import SentenceRecall as SentenceRecall
 from .sites import Site as Site
 from .sites import attention_site as attention_site
 from .sites import component_sites as component_sites

@@ -95,27 +95,56 @@ class AssociativeRecallConfig(Settings):
     """Key-value pairs in a prompt (open)."""
 
     def check(self) -> None:  # noqa: D102
-        if self.n_values < self.n_keys:
-            raise ValueError(
-                f"n_values = {self.n_values} must be at least n_keys = {self.n_keys}: "
-                "the fixed rule gives each key a value of its own"
-            )
-        if self.n_pairs > self.n_keys:
-            raise ValueError(
-                f"n_pairs = {self.n_pairs} exceeds n_keys = {self.n_keys}: "
-                "the keys of a prompt are distinct"
-            )
-        if self.n_pairs == self.n_keys:
-            raise ValueError(
-                f"n_pairs = {self.n_pairs} must be below n_keys = {self.n_keys}: "
-                "the corruption `key` needs a key that is not in the prompt"
-            )
-        if self.n_pairs > self.n_values - 2:
-            raise ValueError(
-                f"n_pairs = {self.n_pairs} must be at most n_values - 2 = {self.n_values - 2}: "
-                "the corruption `value` needs a value that is neither in the prompt nor the "
-                "fixed answer"
-            )
+        _check_sizes(self, told="n_pairs", key="key", value="value")
+
+
+class SentenceRecallConfig(Settings):
+    """The same question asked in sentences; the paper has no such task."""
+
+    table: ClassVar[str] = "task"
+
+    name: Literal["sentence_recall"] = "sentence_recall"
+    """Which task."""
+    n_names: Annotated[int, Field(ge=3)] = 16
+    """Number of distinct names."""
+    n_places: Annotated[int, Field(ge=3)] = 16
+    """Number of distinct places, at least n_names, since each name has its own place."""
+    max_facts: Annotated[int, Field(ge=2)] = 3
+    """Most facts in a prompt, the queried one included."""
+    min_fillers: Annotated[int, Field(ge=1)] = 3
+    """Filler words in a prompt that has all its facts."""
+    filler_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
+    """Probability that a further fact is left out, with filler words in its place. Below 1, since
+    circuits are measured at other facts too."""
+
+    def check(self) -> None:  # noqa: D102
+        _check_sizes(self, told="max_facts", key="name", value="place")
+
+
+def _check_sizes(settings: Settings, *, told: str, key: str, value: str) -> None:
+    """What a fixed rule and the two corruptions need: keys and values that a prompt leaves over."""
+    n_told, n_keys, n_values = (
+        getattr(settings, size) for size in (told, f"n_{key}s", f"n_{value}s")
+    )
+    if n_values < n_keys:
+        raise ValueError(
+            f"n_{value}s = {n_values} must be at least n_{key}s = {n_keys}: "
+            f"the fixed rule gives each {key} a {value} of its own"
+        )
+    if n_told > n_keys:
+        raise ValueError(
+            f"{told} = {n_told} exceeds n_{key}s = {n_keys}: the {key}s of a prompt are distinct"
+        )
+    if n_told == n_keys:
+        raise ValueError(
+            f"{told} = {n_told} must be below n_{key}s = {n_keys}: "
+            f"the corruption `{key}` needs a {key} that is not in the prompt"
+        )
+    if n_told > n_values - 2:
+        raise ValueError(
+            f"{told} = {n_told} must be at most n_{value}s - 2 = {n_values - 2}: the corruption "
+            f"`{value}` needs a {value} that is neither in the prompt nor the fixed answer"
+        )
 
 
 class CustomTaskConfig(Settings):
@@ -213,7 +242,7 @@ class SGDConfig(_OptimizerSettings):
 
 
 OptimizerConfig = AdamWConfig | AdamConfig | SGDConfig
-TaskConfig = AssociativeRecallConfig | CustomTaskConfig
+TaskConfig = AssociativeRecallConfig | SentenceRecallConfig | CustomTaskConfig
 
 
 class AnchorConfig(Settings):
@@ -572,6 +601,7 @@ less than or equal to 1
         head = (
             "# (open): the paper leaves this setting open.\n"
             '# optimizer.name = "sgd" has momentum in the place of beta1, beta2 and eps.\n'
+            '# task.name = "sentence_recall" or "custom" has settings of its own.\n'
         )
         return "\n".join([head, *parts])
 

@@ -17,6 +17,7 @@ from transformer_lens import HookedTransformer, HookedTransformerConfig
 from tl_hysteresis.comparison import compare_routes
 from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.factory import make_task
 from tl_hysteresis.models import ParameterLayout, build_model, hooked_config
 from tl_hysteresis.routes import INTACT
 from tl_hysteresis.schedules import BRANCHES
@@ -27,7 +28,7 @@ from tl_hysteresis.statistics import (
     sign_flip_test,
 )
 from tl_hysteresis.store import RunFolder
-from tl_hysteresis.tasks import Task, Trials, draw_conflict, make_task
+from tl_hysteresis.tasks import Task, Trials, draw_conflict
 
 
 @dataclass(frozen=True)

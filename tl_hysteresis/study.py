@@ -18,6 +18,7 @@ from transformer_lens import HookedTransformer
 from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.convergence import judge_convergence
 from tl_hysteresis.errors import HysteresisError
+from tl_hysteresis.factory import make_task
 from tl_hysteresis.models import hooked_config
 from tl_hysteresis.results import StudyResult
 from tl_hysteresis.routes import replacement_margins, route_map
@@ -31,7 +32,7 @@ from tl_hysteresis.schedules import (
 )
 from tl_hysteresis.stages import Member, Stages
 from tl_hysteresis.store import MANIFEST, PROGRESS, RunFolder
-from tl_hysteresis.tasks import generator, make_task
+from tl_hysteresis.tasks import generator
 from tl_hysteresis.training import Population
 
 ANCHOR_FILES = ("tables/course.csv", "tables/anchors.csv", "checkpoints/anchor.safetensors")

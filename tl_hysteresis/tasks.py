@@ -8,10 +8,8 @@ The query is the last position of a prompt, where the answer is read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
-from operator import attrgetter
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_hysteresis.config import AssociativeRecallConfig, CustomTaskConfig, TaskConfig
+from tl_hysteresis.config import AssociativeRecallConfig
 from tl_hysteresis.errors import HysteresisError
 
 
@@ -261,9 +259,6 @@ class Task(Protocol):
         """The same trials with other tokens, but the answers and roles of the clean ones."""
 
 
-TASK_MEMBERS = ("d_vocab", "n_ctx", "role_names", "corruptions", "sample", "corrupt")
-
-
 @dataclass(frozen=True)
 class AssociativeRecall:
     """Key-value pairs, then a query key: answer with its value in the prompt, or its fixed one.
@@ -316,8 +311,8 @@ class AssociativeRecall:
 
     def sample(self, n: int, *, seed: int, rng: np.random.Generator) -> Trials:
         """Draw `n` trials under the fixed rule of `seed`; the mixture plays no part."""
-        keys = _shuffled_rows(n, self.n_keys, rng)[:, : self.n_pairs]
-        values = self.n_keys + _shuffled_rows(n, self.n_values, rng)[:, : self.n_pairs]
+        keys = shuffled_rows(n, self.n_keys, rng)[:, : self.n_pairs]
+        values = self.n_keys + shuffled_rows(n, self.n_values, rng)[:, : self.n_pairs]
         pair = rng.integers(self.n_pairs, size=n)
         trial = np.arange(n)
         query = keys[trial, pair]
@@ -344,51 +339,44 @@ class AssociativeRecall:
         Raises:
             HysteresisError: a corruption that this task does not have.
         """
-        if corruption not in self.corruptions:
-            raise HysteresisError(
-                f"no corruption {corruption!r}; there are {', '.join(self.corruptions)}"
-            )
-        tokens = trials.tokens.cpu().numpy().copy()
-        trial = np.arange(len(trials))
-        allowed = np.ones((len(trials), self.d_vocab), dtype=bool)
-        allowed[trial[:, None], tokens] = False
-        if corruption == "value":
-            allowed[:, : self.n_keys] = False
-            allowed[trial, trials.fixed.cpu().numpy()] = False
-        else:
-            allowed[:, self.n_keys :] = False
-        # A uniform draw among the allowed tokens of each trial: the largest of random scores.
-        scores = np.where(allowed, rng.random(allowed.shape), -1.0)
-        tokens[trials.positions(f"matched_{corruption}").cpu().numpy()] = scores.argmax(axis=1)
-        return replace(trials, tokens=torch.from_numpy(tokens).to(trials.tokens.device))
+        kinds = {"value": range(self.n_keys, self.d_vocab), "key": range(self.n_keys)}
+        return replace_matched(trials, corruption, kinds, d_vocab=self.d_vocab, rng=rng)
 
 
-def make_task(settings: TaskConfig) -> Task:
-    """The task that the settings describe.
+def replace_matched(
+    trials: Trials,
+    corruption: str,
+    kinds: Mapping[str, range],
+    *,
+    d_vocab: int,
+    rng: np.random.Generator,
+) -> Trials:
+    """Replace the token of role `matched_{corruption}` by another of its kind, uniformly drawn.
+
+    The new token is neither in the prompt nor the fixed answer.
+
+    Args:
+        trials: clean trials, each with one position of that role.
+        corruption: one of `kinds`.
+        kinds: the token ids among which each corruption draws.
+        d_vocab: number of token ids.
+        rng: the only source of randomness.
 
     Raises:
-        HysteresisError: a factory that cannot be imported or called, or that makes no `Task`.
-
-    Example:
-        >>> make_task(AssociativeRecallConfig(n_pairs=4)).n_ctx
-        9
+        HysteresisError: a corruption that is not among `kinds`.
     """
-    if not isinstance(settings, CustomTaskConfig):
-        return AssociativeRecall(**settings.model_dump(exclude={"name"}))
-    module, _, name = settings.factory.partition(":")
-    try:
-        made = attrgetter(name)(import_module(module))(**settings.parameters)
-    except Exception as error:  # whatever a user's code may raise
-        raise HysteresisError(
-            f"task.factory = {settings.factory!r} made no task: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(made, Task):
-        missing = [name for name in TASK_MEMBERS if not hasattr(made, name)]
-        raise HysteresisError(
-            f"task.factory = {settings.factory!r} made {type(made).__name__}, which is no task: "
-            f"it has no {', '.join(missing)}"
-        )
-    return made
+    if corruption not in kinds:
+        raise HysteresisError(f"no corruption {corruption!r}; there are {', '.join(kinds)}")
+    tokens = trials.tokens.cpu().numpy().copy()
+    trial = np.arange(len(trials))
+    allowed = np.zeros((len(trials), d_vocab), dtype=bool)
+    allowed[:, kinds[corruption]] = True
+    allowed[trial[:, None], tokens] = False
+    allowed[trial, trials.fixed.cpu().numpy()] = False
+    # A uniform draw among the allowed tokens of each trial: the largest of random scores.
+    scores = np.where(allowed, rng.random(allowed.shape), -1.0)
+    tokens[trials.positions(f"matched_{corruption}").cpu().numpy()] = scores.argmax(axis=1)
+    return trials.with_tokens(torch.from_numpy(tokens).to(trials.tokens.device))
 
 
 def with_parameter(task: Task, name: str, value: float) -> Task:
@@ -419,7 +407,8 @@ def with_parameter(task: Task, name: str, value: float) -> Task:
     return cast("Task", moved)
 
 
-def _shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarray, "{n} {width}"]:
+def shuffled_rows(n: int, width: int, rng: np.random.Generator) -> Int[np.ndarray, "{n} {width}"]:
+    """The numbers 0 ... width-1 in `n` random orders."""
     return rng.permuted(np.tile(np.arange(width), (n, 1)), axis=1)
 
 

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from transformer_lens import patching as theirs
 
 from tl_hysteresis.config import StudyConfig
+from tl_hysteresis.factory import make_task
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
 from tl_hysteresis.routes import RouteMap, route_map
 from tl_hysteresis.schedules import constant_plan
-from tl_hysteresis.tasks import Batch, Trials, draw_conflict, generator, make_task
+from tl_hysteresis.tasks import Batch, Trials, draw_conflict, generator
 from tl_hysteresis.training import Population
 
 REPEATS, UPDATES = 7, 6
