@@ -44,7 +44,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def row(part: str, quantity: str, **numbers: Any) -> dict[str, Any]:
+def row(part: str, quantity: str, /, **numbers: Any) -> dict[str, Any]:
     return {"part": part, "quantity": quantity, **numbers}
 
 
@@ -60,7 +60,8 @@ def planted(*others: dict[str, Any]) -> pd.DataFrame:
         row(SETTING, "seeds", estimate=5),
         row(SETTING, "mixture", **spread(0.5, 0.2)),
         row(
-            *(SIZE, "gap"),
+            SIZE,
+            "gap",
             **spread(0.1, 0.04, at=0, n=5, n_positive=5, p=0.0625),
             **{"null_low": -0.03, "null_high": 0.03, "null_p": 0.001},
         ),
@@ -186,15 +187,20 @@ class TestExamineStudy:
             assert (here.max(axis=1, skipna=False) <= 0.51 * 10**-digits).any(), found
 
     def test_it_holds_what_the_experiments_found(self, examined: Path) -> None:
-        table = load_study(examined).table("findings").set_index(["part", "quantity", "at"])
-        gaps = load_study(examined).gaps().set_index("relaxation")
-        effects = load_memory(examined).effects().set_index(["effect", "relaxation"])
-        assert table.loc[(SIZE, "gap", 4.0), "estimate"] == pytest.approx(gaps.loc[4, "gap"])
-        assert table.loc[(SIZE, "gap", 4.0), "low"] == pytest.approx(gaps.loc[4, "t_low"])
+        table = load_study(examined).table("findings")
+        gaps = load_study(examined).gaps().query("relaxation == 4").iloc[0]
+        size = table[(table["part"] == SIZE) & (table["quantity"] == "gap")]
+        gap = size.query("at == 4").iloc[0]
+        assert [gap["estimate"], gap["low"], gap["high"], gap["p"]] == pytest.approx(
+            [gaps["gap"], gaps["t_low"], gaps["t_high"], gaps["p"]]
+        )
+        effects = load_memory(examined).effects().query("relaxation == 10")
         for name in ("state", "weights, reset"):
-            here, there = table.loc[(PLACE, name, 10.0)], effects.loc[(name, 10)]
-            assert here["estimate"] == there["estimate"]
-            assert here["p"] == there["p"]
+            here = table[(table["quantity"] == name) & (table["at"] == 10)].iloc[0]
+            there = effects[effects["effect"] == name].iloc[0]
+            assert [here[key] for key in ("estimate", "low", "p")] == [
+                there[key] for key in ("estimate", "low", "p")
+            ]
 
     def test_the_verdict_is_that_of_the_loops_beside_it(self, examined: Path) -> None:
         sweep = load_sweep(examined.with_name("study-dwells"))

@@ -38,7 +38,7 @@ class TestCells:
 
     def test_override_a_setting_and_leave_its_neighbours(self) -> None:
         base = {"schedule": {"dwell": 9, "delta": 0.1}, "task": CUSTOM}
-        axes = {"schedule.dwell": [2, 4], "task.parameters.rare": [0.1]}
+        axes: dict[str, list[Any]] = {"schedule.dwell": [2, 4], "task.parameters.rare": [0.1]}
         for cell, dwell in zip(Grid.of(base, axes).cells, (2, 4), strict=True):
             assert cell.config == StudyConfig.from_dict(
                 {
@@ -51,7 +51,8 @@ class TestCells:
 
     def test_take_whole_tables_and_lists(self) -> None:
         optimizers = [{"name": "sgd"}, {"name": "adam", "beta1": 0.5}]
-        grid = Grid.of({}, {"optimizer": optimizers, "seeds": [[0], (1, 2)]})
+        axes: dict[str, list[Any]] = {"optimizer": optimizers, "seeds": [[0], (1, 2)]}
+        grid = Grid.of({}, axes)
         assert [cell.config.optimizer.name for cell in grid.cells] == ["sgd", "sgd", "adam", "adam"]
         assert [cell.config.seeds for cell in grid.cells] == [(0,), (1, 2)] * 2
         assert grid.cells[0].values == {"optimizer": "sgd", "seeds": "[0]"}

@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +22,12 @@ from transformer_lens import patching as theirs
 
 from tl_hysteresis.config import StudyConfig
 from tl_hysteresis.factory import make_task
+from tl_hysteresis.grid import Grid
 from tl_hysteresis.measures import logit_margin
 from tl_hysteresis.models import build_model, hooked_config
 from tl_hysteresis.routes import RouteMap, route_map
 from tl_hysteresis.schedules import constant_plan
+from tl_hysteresis.sweep import run_sweep
 from tl_hysteresis.tasks import Batch, Trials, draw_conflict, generator
 from tl_hysteresis.training import Population
 
@@ -35,6 +39,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     training()
     patching()
+    sweeping()
     startup()
 
 
@@ -185,6 +190,31 @@ def patching() -> None:
         ratio = median(b / a for a, b in zip(*seconds, strict=True))
         ours, whole = median(seconds[0]), median(seconds[1])
         print(f"  {n:6}  {corruption:<26}{ours:12.3f}{whole:28.3f}{ratio:11.1f} x")
+
+
+def sweeping() -> None:
+    """A sweep on two workers against one, each computing with one thread."""
+    settings = {
+        "seeds": [100],
+        "threads": 1,
+        "anchor": {"updates": 1, "evaluate_every": 1, "require_convergence": False},
+        "schedule": {"steps": 4},
+        "relaxation": {"measure_at": [0, 1]},
+        "measurement": {"conflict_trials": 64, "patching_trials": 2, "circuits": False},
+    }
+
+    def seconds(folder: Path, dwells: range, workers: int, anchors: list[Path]) -> float:
+        grid = Grid.of(settings, {"schedule.dwell": list(dwells)})
+        start = time.perf_counter()
+        assert run_sweep(grid, folder, workers=workers, anchors=anchors).complete
+        return time.perf_counter() - start
+
+    with TemporaryDirectory() as home:
+        warm = Path(home, "warm")
+        seconds(warm, range(1, 5), 2, [])  # starts the workers, which stay
+        anchors = list((warm / "cells").iterdir())[:1]
+        two, one = (seconds(Path(home, str(n)), range(60, 68), n, anchors) for n in (2, 1))
+    print(f"sweep of 8 cells: one worker {one:.1f} s, two {two:.1f} s: {one / two:.2f}x as fast")
 
 
 def startup() -> None:
