@@ -60,7 +60,8 @@ class TestCells:
         assert Grid.from_json(grid.to_json()).cells[3].config == grid.cells[3].config
 
     def test_an_axis_can_vary_a_part_of_what_an_earlier_one_sets(self) -> None:
-        axes = {"optimizer": [{"name": "sgd"}, {"name": "adam"}], "optimizer.learning_rate": [0.1]}
+        axes: dict[str, list[Any]] = {"optimizer": [{"name": "sgd"}, {"name": "adam"}]}
+        axes["optimizer.learning_rate"] = [0.1]
         cells = Grid.of({}, axes).cells
         assert [(c.config.optimizer.name, c.config.optimizer.learning_rate) for c in cells] == [
             ("sgd", 0.1),

@@ -163,10 +163,8 @@ class TestAnchors:
 class TestFailures:
     def test_do_not_end_the_others_and_are_run_again(self, tmp_path: Path) -> None:
         grid = Grid.of(BASE, {"schedule.dwell": [2, 3]})
-        (tmp_path / "unfinished").mkdir()
         in_the_way = tmp_path / "sweep" / "unfinished" / grid.cells[0].name
-
-        run_sweep(Grid.of(BASE, {"schedule.dwell": [2, 3]}), tmp_path / "sweep")
+        run_sweep(grid, tmp_path / "sweep")
         done = tmp_path / "sweep" / "cells" / grid.cells[0].name
         done.rename(tmp_path / "kept")
         in_the_way.write_text("not a folder")
@@ -354,7 +352,7 @@ class TestCommand:
             ("[axes]\n'schedule.dwell' = []", "the axis schedule.dwell is empty"),
             (
                 "[axes]\n'schedule.delta' = [0.1, 0.7]",
-                "the cell schedule.delta = 0.7: bad settings",
+                "the cell schedule.delta = 0.7: bad",
             ),
             ("[axis]", "a grid has no key 'axis'"),
             ("axes", "not TOML"),

@@ -108,7 +108,7 @@ class SentenceRecall:
 
     def fixed_rule(self, seed: int) -> Int[np.ndarray, " name"]:
         """The place token that the weights are to learn for each name; a function of the seed."""
-        rng = generator(0, "fixed rule", 0)
+        rng = generator(seed, "fixed rule", 0)
         return self.n_names + rng.permutation(self.n_places)[: self.n_names]
 
     def sample(self, n: int, *, seed: int, rng: np.random.Generator) -> Trials:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from joblib import Parallel, cpu_count, delayed, effective_n_jobs
+from joblib.parallel import get_active_backend
 
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.store import versions
@@ -56,11 +57,14 @@ class Local:
     def run(self, work: Work[T], jobs: Sequence[T]) -> Iterator[tuple[T, str | None]]:
         """Each job with what went wrong, as they end."""
         left, deaths = dict(enumerate(jobs)), 0
+        # Ray's backend gives the results when all jobs have ended.
+        unordered = get_active_backend()[0].supports_return_generator
+        return_as = "generator_unordered" if unordered else "list"
         while left:
             alone = deaths >= DEATHS
             numbers = list(left)[: 1 if alone else None]
             calls = [delayed(_numbered)(work, number, left[number]) for number in numbers]
-            parallel = Parallel(self.workers, batch_size=1, return_as="generator_unordered")
+            parallel = Parallel(self.workers, batch_size=1, return_as=return_as)
             try:
                 for number, fault in parallel(calls):
                     deaths = deaths if alone else 0
