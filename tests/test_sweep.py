@@ -326,7 +326,7 @@ class TestCommand:
         )
         answer = command("sweep", grid, "--out", tmp_path / "out", "--workers", 1)
         assert answer.code == 0, answer.err
-        assert "2 complete" in answer.out
+        assert "2 complete" in " ".join(answer.out.split())
         assert command("show", tmp_path / "out").out == answer.out
         again = command("sweep", grid, "--out", tmp_path / "out", "--workers", 1)
         assert again.out == answer.out
