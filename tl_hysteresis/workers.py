@@ -101,7 +101,8 @@ class Cluster:
         from distributed import as_completed
 
         futures = {self.client.submit(work, job, pure=False): job for job in jobs}
-        ended, present = as_completed(futures), time.monotonic()
+        ended = as_completed(futures, loop=self.client.loop)
+        present = time.monotonic()
         while not ended.is_empty():
             time.sleep(POLL)
             for future in ended.next_batch(block=False):
