@@ -18,8 +18,9 @@ from tl_hysteresis import workers
 from tl_hysteresis.errors import HysteresisError
 from tl_hysteresis.grid import Grid
 from tl_hysteresis.results import load_study
-from tl_hysteresis.study import run_study
-from tl_hysteresis.sweep import SweepResult, load_sweep, refuse_too_few, run_sweep
+from tl_hysteresis.store import RunFolder
+from tl_hysteresis.study import ANCHOR_FILES, run_study
+from tl_hysteresis.sweep import Job, SweepResult, load_sweep, refuse_too_few, run_sweep, work
 
 BASE = tiny_config(
     seeds=[0, 1, 2],
@@ -111,7 +112,7 @@ class TestSameNumbers:
         thread.join(PATIENCE)
         assert found, "the sweep did not end"
         assert pair[1].poll() is None
-        assert found[0].complete
+        assert found[0].complete, found[0].cells()["error"].to_list()
         assert cells_of(found[0]) == cells_of(alone)
 
     def test_when_the_process_that_runs_it_is_killed(
@@ -135,6 +136,17 @@ class TestSameNumbers:
         assert cells_of(sweep) == cells_of(alone)
         after = (complete / "manifest.json").stat()
         assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+    @pytest.mark.parametrize("n_files", range(len(ANCHOR_FILES) + 1))
+    def test_when_a_worker_is_killed_as_it_takes_over_the_anchors(
+        self, alone: SweepResult, tmp_path: Path, n_files: int
+    ) -> None:
+        cell, donor = alone.grid.cells[0], alone.path / "cells" / alone.grid.cells[1].name
+        run = RunFolder.create(tmp_path / "unfinished" / cell.name, cell.config, threads=1)
+        run.adopt(RunFolder.open(donor), *ANCHOR_FILES[:n_files])
+        assert work(Job("cell", tmp_path, 1, cell, donor)) is None
+        expected = results_in(alone.path / "cells" / cell.name)
+        assert results_in(tmp_path / "cells" / cell.name) == expected
 
     def test_as_studies_run_alone(self, alone: SweepResult, tmp_path: Path) -> None:
         cell = alone.grid.cells[-1]

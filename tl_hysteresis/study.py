@@ -35,7 +35,8 @@ from tl_hysteresis.store import MANIFEST, PROGRESS, RunFolder
 from tl_hysteresis.tasks import generator
 from tl_hysteresis.training import Population
 
-ANCHOR_FILES = ("tables/course.csv", "tables/anchors.csv", "checkpoints/anchor.safetensors")
+ANCHOR_FILES = ("tables/course.csv", "checkpoints/anchor.safetensors", "tables/anchors.csv")
+"""In the order in which they are taken over: where the last one is, all are."""
 
 
 def run_study(
